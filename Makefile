@@ -1,0 +1,57 @@
+# make demo   kill a training twice, restart it, compare every number with an uninterrupted run
+# make test   the tests
+# The first call makes .venv, with the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PYTEST_WORKERS ?= 2
+
+# One thread per process: the tests start many, and threads that share two cores only wait for each other.
+test test-slow demo: export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench clean
+
+help:
+	@echo "make demo       kill a training twice, restart it, compare every number with an uninterrupted run"
+	@echo "make test       the tests (test-slow: the long ones)"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      time of a save, beside Lightning's own and the limits of this machine"
+	@echo "make clean      remove caches and builds (not $(VENV))"
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "constraints.txt needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv </dev/null; \
+	  else \
+	    echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv" >&2; \
+	    exit 1; \
+	  fi; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,cli,s3]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bench_save.py
+
+clean:
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .coverage*
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

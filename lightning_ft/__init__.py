@@ -1,0 +1,107 @@
+"""Kill a Lightning training anywhere, start the same command again, and every later number is the same.
+
+The usual use is one callback::
+
+    import lightning as L
+    import lightning_ft as ft
+
+    trainer = L.Trainer(callbacks=[ft.FaultTolerantCheckpoint("runs/1", every_n_train_steps=500)])
+    trainer.fit(model, datamodule, ckpt_path="last")
+
+Importing the package loads neither torch nor Lightning: each public name loads its module on first use. So
+``list_checkpoints``, ``last_good`` and ``verify`` work quickly on a login node, and also where the training
+environment itself is what broke.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_ft.__about__ import __version__
+
+if TYPE_CHECKING:
+    from lightning_ft import events, testing
+    from lightning_ft.callback import FaultTolerantCheckpoint
+    from lightning_ft.discovery import last_good, list_checkpoints, verify
+    from lightning_ft.errors import (
+        CheckpointError,
+        ConfigurationError,
+        CorruptCheckpointError,
+        DirectoryInUseError,
+        FaultToleranceError,
+        ManifestError,
+        NoUsableCheckpointError,
+        RankFailure,
+        RestoreError,
+        SaveError,
+        TopologyError,
+        UnsupportedFormatError,
+    )
+    from lightning_ft.manifest import CheckpointInfo, Manifest
+    from lightning_ft.plugin import FaultTolerantCheckpointIO
+
+# These names are promised: they change only after a deprecation that warns for at least two minor releases.
+# Anything else that can be imported, from here or from a module of the package, is not, underscore or none.
+__all__ = [
+    "CheckpointError",
+    "CheckpointInfo",
+    "ConfigurationError",
+    "CorruptCheckpointError",
+    "DirectoryInUseError",
+    "FaultToleranceError",
+    "FaultTolerantCheckpoint",
+    "FaultTolerantCheckpointIO",
+    "Manifest",
+    "ManifestError",
+    "NoUsableCheckpointError",
+    "RankFailure",
+    "RestoreError",
+    "SaveError",
+    "TopologyError",
+    "UnsupportedFormatError",
+    "__version__",
+    "events",
+    "last_good",
+    "list_checkpoints",
+    "testing",
+    "verify",
+]
+
+_MODULE_OF = {
+    "CheckpointError": "errors",
+    "CheckpointInfo": "manifest",
+    "ConfigurationError": "errors",
+    "CorruptCheckpointError": "errors",
+    "DirectoryInUseError": "errors",
+    "FaultToleranceError": "errors",
+    "FaultTolerantCheckpoint": "callback",
+    "FaultTolerantCheckpointIO": "plugin",
+    "Manifest": "manifest",
+    "ManifestError": "errors",
+    "NoUsableCheckpointError": "errors",
+    "RankFailure": "errors",
+    "RestoreError": "errors",
+    "SaveError": "errors",
+    "TopologyError": "errors",
+    "UnsupportedFormatError": "errors",
+    "last_good": "discovery",
+    "list_checkpoints": "discovery",
+    "verify": "discovery",
+}
+_SUBMODULES = frozenset({"events", "testing"})
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module that defines a public name, once (PEP 562)."""
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    # Found without this function from now on.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names too that are not loaded yet."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,132 @@
+"""What the ranks of a run tell each other: on a process group of our own, from the main thread only.
+
+The group is gloo whatever the training uses, so that nothing here waits behind, or is reordered with, the training's
+collectives. With one process every function works unchanged and no group exists.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_ft.errors import FaultToleranceError, RankFailure
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+# Long enough for rank 0 to verify a large checkpoint while the others wait for its decision.
+_TIMEOUT = timedelta(minutes=30)
+
+
+class Ranks:
+    """The ranks of this run, with collectives over a gloo group of our own.
+
+    Ranks: construct on all ranks at the same point, after the process group of the training exists.
+    """
+
+    def __init__(self, timeout: timedelta = _TIMEOUT) -> None:
+        active = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if active else 0
+        self.world_size = dist.get_world_size() if active else 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if active else None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether this is rank 0, the one that decides and writes."""
+        return self.rank == 0
+
+    def gather(self, value: _T) -> list[_T] | None:
+        """Rank 0 holds every rank's value, in rank order; the others get None. Blocks on: all ranks."""
+        if self._group is None:
+            return [value]
+        gathered: list[Any] | None = [None] * self.world_size if self.is_zero else None
+        dist.gather_object(value, gathered, dst=0, group=self._group)
+        return gathered
+
+    def all_gather(self, value: _T) -> list[_T]:
+        """Every rank holds every rank's value, in rank order. Blocks on: all ranks."""
+        if self._group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def decide(self, decision: Callable[[], _T]) -> _T:
+        """`decision` ran on rank 0 alone and every rank holds its result, or raises the error it raised.
+
+        Decisions that read a clock or a directory go through here: ranks that look for themselves see different
+        moments and disagree.
+
+        Raises:
+            FaultToleranceError: Rank 0's own error of that tree, on every rank.
+            RankFailure: On the other ranks, when rank 0 raised anything else.
+        """
+        if self._group is None:
+            return decision()
+        message: list[Any] = [None]
+        error: Exception | None = None
+        if self.is_zero:
+            try:
+                message = [("value", decision())]
+            except FaultToleranceError as e:
+                error, message = e, [("error", e)]
+            except Exception as e:
+                error, message = e, [("error", RankFailure(0, f"{type(e).__name__}: {e}"))]
+        dist.broadcast_object_list(message, src=0, group=self._group)
+        kind, value = message[0]
+        if error is not None:
+            raise error
+        if kind == "error":
+            raise value
+        return value  # type: ignore[no-any-return]
+
+    def vote(self) -> Vote:
+        """A ballot on this group."""
+        return Vote(self._group)
+
+    def close(self) -> None:
+        """The group is gone. Local: asks nothing of other ranks, so it is safe after one of them died."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class Vote:
+    """One tiny asynchronous all-reduce per step: cast at the start of a batch, read at its end.
+
+    Each topic is a non-negative integer and the result is the maximum over the ranks, so every rank reads the same
+    and acts at the same step. Nothing waits unless a rank is late.
+    """
+
+    TOPICS = ("save_failed", "time_due", "writer_busy", "stop")
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._ballot: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @property
+    def cast_open(self) -> bool:
+        """Whether a ballot was cast and not yet read."""
+        return self._ballot is not None
+
+    def cast(self, **topics: int) -> None:
+        """The ballot of this step is on its way. Ranks: all, once per step. Thread: main. Blocks on: nothing."""
+        assert self._ballot is None, "a ballot is cast once per step and read before the next"
+        self._ballot = torch.tensor([topics.get(name, 0) for name in self.TOPICS], dtype=torch.int64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def read(self) -> dict[str, int]:
+        """The agreed result of the ballot. Ranks: all. Blocks on: the slowest rank having started its step."""
+        assert self._ballot is not None, "read follows cast"
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        ballot, self._ballot = self._ballot, None
+        return dict(zip(self.TOPICS, ballot.tolist(), strict=True))

@@ -1,0 +1,77 @@
+"""`ckpt_path="last"`: one decision, made on rank 0 and told to all ranks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import zipfile
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_ft import _loops, discovery
+from lightning_ft.errors import NoUsableCheckpointError
+from lightning_ft.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+
+def choose(dirpath: str, depth: discovery.Depth, storage_options: dict[str, Any] | None) -> tuple[str | None, bool]:
+    """The checkpoint to continue from, and whether it is one of ours; None to start from the beginning.
+
+    The newest good checkpoint of the newest run; else a `last*.ckpt` that plain Lightning left in the directory.
+
+    Ranks: zero. Blocks on: reading the chosen file once, for ``depth="full"``.
+
+    Raises:
+        NoUsableCheckpointError: There are checkpoints and none can be used: never a silent fresh start.
+    """
+    selection = discovery.select(dirpath, depth, storage_options)
+    for path, reason in selection.passed_over:
+        _log.warning("passed over %s: %s", path, reason)
+    if selection.chosen is not None:
+        return selection.chosen.path, True
+    reasons = list(selection.passed_over)
+    if selection.empty:
+        storage = Storage(storage_options)
+        plain = [i for i in selection.foreign if i.manifest is None and i.name.startswith("last")]
+        for info in sorted(plain, key=lambda i: i.name, reverse=True):  # last-v2, last-v1, last
+            problem = _plain_problem(storage, info.path)
+            if problem is None:
+                return info.path, False
+            reasons.append((info.path, problem))
+    if reasons:
+        raise NoUsableCheckpointError(dirpath, reasons)
+    return None, False
+
+
+def _plain_problem(storage: Storage, path: str) -> str | None:
+    """What is wrong with a file of plain Lightning, as far as a zip archive's own checksums tell."""
+    try:
+        with storage.open_read(path) as file, zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        return f"{type(error).__name__}: {error}"
+    return None if damaged is None else f"damaged: checksum of {damaged} does not match"
+
+
+def announce_fresh_start(dirpath: str) -> None:
+    """One line says that training starts from the beginning, and Lightning's advice for another callback does not."""
+    _log.warning("no checkpoint in %s: training starts from the beginning", dirpath)
+    warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available\..*")
+
+
+def insist(trainer: pl.Trainer, path: str) -> None:
+    """Lightning loads `path`, even where another `ModelCheckpoint` of the run has a younger ``last.ckpt``.
+
+    Lightning takes whichever candidate has the latest modification time. That says nothing of which state is newer,
+    nor of whether the file is whole.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        undo()
+        original(path if checkpoint_path is not None else None, *args, **kwargs)
+
+    undo = _loops.replaced(connector, "resume_start", resume_start)

@@ -1,0 +1,159 @@
+"""The train dataloaders of a run, tracked: where Lightning makes them, where they stand, where they start again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_ft import _loops
+from lightning_ft.dataloading import Tracker, kind_of, track
+from lightning_ft.errors import RestoreError
+
+_VALIDATION = 1_000_000  # seeds of validation loaders are told from those of any train dataloader by their index
+
+
+class TrackedLoaders:
+    """Every train dataloader Lightning makes for this run is tracked, whatever hook or argument it came from.
+
+    Validation loaders get seeded batches too, so that random augmentation in workers that outlive an epoch repeats.
+
+    Args:
+        trainer: The trainer.
+        root_seed: Seed of the data order and augmentation of this rank.
+        rank: This rank.
+        seed_batches: ``FaultTolerantCheckpoint(seed_workers=...)``.
+    """
+
+    def __init__(self, trainer: pl.Trainer, root_seed: int, rank: int, seed_batches: bool) -> None:
+        self._trainer = trainer
+        self.root_seed = root_seed
+        self._rank = rank
+        self._seed_batches = seed_batches
+        self._trackers: list[Tracker] = []
+        self._being_made: list[Tracker] = []
+        self._to_resume: list[dict[str, Any]] | None = None
+        self._validations = 0
+        self._trained: list[dict[str, Any]] = []
+        self._fetched: list[dict[str, Any]] = []
+
+    def install(self) -> Callable[[], None]:
+        """Loaders made from now on are tracked, until the returned function is called."""
+        strategy = self._trainer.strategy
+        original = strategy.process_dataloader
+        undo = _loops.replaced(strategy, "process_dataloader", lambda loader: self._process(original(loader)))
+        validation = self._trainer.fit_loop.epoch_loop.val_loop
+        undo_validation = _loops.around(validation, "setup_data", before=self._before_validation_setup)
+
+        def remove() -> None:
+            undo_validation()
+            undo()
+
+        return remove
+
+    def _before_validation_setup(self) -> None:
+        self._validations = 0
+
+    def _process(self, loader: Any) -> Any:
+        if self._trainer.training:
+            tracker = self._new_tracker(len(self._being_made))
+            tracked = track(loader, tracker)
+            if self._to_resume is not None:
+                self._resume(tracker, len(self._being_made), self._to_resume)
+            self._being_made.append(tracker)
+            return tracked
+        evaluating = self._trainer.validating or self._trainer.sanity_checking
+        if not evaluating or not isinstance(loader, DataLoader) or kind_of(loader) != "indexed":
+            return loader
+        self._validations += 1
+        index = _VALIDATION + self._validations
+        return track(loader, Tracker(index, self.root_seed, self._rank, self._seed_batches, self._batch))
+
+    def _batch(self) -> int:
+        # A restart runs no sanity check, so the number of a validation must not depend on how many there were.
+        return _loops.progress(self._trainer).batch
+
+    def _new_tracker(self, index: int) -> Tracker:
+        return Tracker(index, self.root_seed, self._rank, self._seed_batches)
+
+    def _resume(self, tracker: Tracker, index: int, states: list[dict[str, Any]]) -> None:
+        if index >= len(states):
+            raise RestoreError(f"the checkpoint holds positions of {len(states)} train dataloaders, this run has more")
+        tracker.resume(states[index])
+
+    def before_setup_data(self) -> None:
+        """Loaders made from here on are a new set."""
+        self._being_made = []
+
+    def after_setup_data(self) -> None:
+        """If a new set was made, it is the one that counts."""
+        if not self._being_made:
+            return
+        if self._to_resume is not None and len(self._to_resume) != len(self._being_made):
+            raise RestoreError(
+                f"the checkpoint holds positions of {len(self._to_resume)} train dataloaders, this run has "
+                f"{len(self._being_made)}"
+            )
+        for made, before in zip(self._being_made, self._trackers, strict=False):
+            made.passes = max(made.passes, before.passes)  # made anew: its passes are counted on, not from zero
+        self._trackers, self._being_made = self._being_made, []
+
+    def resume(self, states: list[dict[str, Any]], root_seed: int) -> None:
+        """The loaders, made already or not, start at `states` (of `positions`)."""
+        self._to_resume = states
+        self.root_seed = root_seed
+        for index, tracker in enumerate(self._trackers):
+            self._resume(tracker, index, states)
+
+    def resumed(self) -> None:
+        """The epoch of the checkpoint runs: loaders made later begin as usual."""
+        self._to_resume = None
+
+    def begin_epoch(self) -> None:
+        """An epoch begins from its first batch."""
+        for tracker in self._trackers:
+            tracker.begin_epoch()
+
+    def mark_consumed(self) -> None:
+        """Lightning's combined loader knows which of its members were cycled within this epoch before."""
+        _loops.mark_consumed(self._trainer, [t.cycles > 0 for t in self._trackers])
+
+    def note(self) -> None:
+        """To be called once before the first step of an epoch in this process and once after each step.
+
+        Where Lightning fetches one batch ahead, the position that belongs to the batch trained last is the one that
+        was noted a step earlier.
+        """
+        if _loops.batches_ahead(self._trainer):
+            self._trained, self._fetched = self._fetched, self._now(epoch_over=False)
+
+    def positions(self, *, epoch_over: bool, noted: bool) -> list[dict[str, Any]]:
+        """Where each loader stands after the batch trained last.
+
+        Args:
+            epoch_over: The next batch begins a new epoch.
+            noted: Whether `note` has been called since that batch.
+        """
+        if epoch_over or not _loops.batches_ahead(self._trainer):
+            return self._now(epoch_over=epoch_over)
+        return self._trained if noted else self._fetched
+
+    def _now(self, *, epoch_over: bool) -> list[dict[str, Any]]:
+        return [t.position(epoch_over=epoch_over) for t in self._trackers]
+
+    def keep_only_own_states(self, fit_loop_state: dict[str, Any]) -> None:
+        """Of the loader states that Lightning saves, those stay that plain Lightning could load into the loaders."""
+        states = fit_loop_state.get("combined_loader")
+        if states is None:
+            return
+        own = [s for s, t in zip(states, self._trackers, strict=True) if t.kind == "stateful"]
+        if own:
+            fit_loop_state["combined_loader"] = own
+        else:
+            del fit_loop_state["combined_loader"]
+
+    def describe(self) -> dict[str, Any]:
+        """Facts of the loaders that a position depends on, for comparison at resume."""
+        return {f"train dataloader {i} {k}": v for i, t in enumerate(self._trackers) for k, v in t.describe().items()}

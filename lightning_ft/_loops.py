@@ -1,0 +1,193 @@
+"""The one place that reaches into Lightning's loops: where its hooks end, and the counters it keeps.
+
+Lightning has no hook at the end of a step. `on_train_batch_end` comes before the module's own hook of that name,
+before a due validation, and before the counters and step-wise plateau schedulers move on, so a checkpoint made there
+lacks them. These hooks stand around the loops' own methods instead (2.5.5 to 2.6.x):
+
+=================  =====================================  ==================================================
+hook               around                                 what is true then
+=================  =====================================  ==================================================
+before_setup_data  before ``fit_loop.setup_data``         loaders may be made now
+after_setup_data   after it                               they are made
+before_epoch       before ``fit_loop.on_advance_start``   everything is restored; nothing of the epoch ran
+epoch_runs         after ``epoch_loop.on_run_start``      the first batch is about to be asked for
+after_step         after ``epoch_loop.on_advance_end``    the step, its hooks and its validation are over
+after_epoch        after ``fit_loop.on_advance_end``      the epoch, its hooks and its schedulers are over
+=================  =====================================  ==================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loops.loop import _Loop
+
+from lightning_ft.state import Progress
+
+
+class Hooks(Protocol):
+    """What is called at the points of the table above, on all ranks, in the main thread."""
+
+    def before_setup_data(self) -> None: ...
+    def after_setup_data(self) -> None: ...
+    def before_epoch(self) -> None: ...
+    def epoch_runs(self) -> None: ...
+    def after_step(self) -> None: ...
+    def after_epoch(self) -> None: ...
+
+
+def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
+    """`hooks` are called until the returned function is."""
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    undo = [
+        around(fit_loop, "setup_data", before=hooks.before_setup_data, after=hooks.after_setup_data),
+        around(fit_loop, "on_advance_start", before=hooks.before_epoch),
+        around(epoch_loop, "on_run_start", after=hooks.epoch_runs),
+        around(epoch_loop, "on_advance_end", after=hooks.after_step),
+        around(fit_loop, "on_advance_end", after=hooks.after_epoch),
+    ]
+
+    def remove() -> None:
+        for step in reversed(undo):
+            step()
+
+    return remove
+
+
+def around(
+    target: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """`target.name` of this one object also calls `before` and `after`, until the returned function is called."""
+    original = getattr(target, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        result = original(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    return replaced(target, name, method)
+
+
+def replaced(target: Any, name: str, value: Any) -> Callable[[], None]:
+    """`target.name` is `value` for this one object, until the returned function is called."""
+    vars(target)[name] = value
+
+    def undo() -> None:
+        vars(target).pop(name, None)
+
+    return undo
+
+
+def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks of the trainer."""
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]  # set outside of its class
+
+
+def datamodule(trainer: pl.Trainer) -> pl.LightningDataModule | None:
+    """The datamodule of the trainer, if there is one."""
+    return trainer.datamodule  # type: ignore[attr-defined,no-any-return]  # set outside of its class
+
+
+def progress(trainer: pl.Trainer) -> Progress:
+    """The counters of the run, as they stand."""
+    fit_loop = trainer.fit_loop
+    batches: Any = fit_loop.epoch_loop.batch_progress  # its counters are declared as a base class of what they are
+    epochs: Any = fit_loop.epoch_progress
+    manual = not trainer.lightning_module.automatic_optimization
+    return Progress(
+        # In manual optimization Lightning counts every optimizer's step: two per batch for a GAN.
+        step=batches.total.processed if manual else trainer.global_step,
+        batch=batches.total.processed,
+        epochs=epochs.total.processed,
+        last_batch=bool(batches.is_last_batch) or batches.current.ready >= trainer.num_training_batches,
+        epoch_over=0 < epochs.current.started == epochs.current.processed,
+    )
+
+
+def stops_here(trainer: pl.Trainer) -> bool:
+    """Whether no further batch will be trained, for a reason that is not the end of the epoch."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    limit_reached = epoch_loop.max_steps != -1 and trainer.global_step >= epoch_loop.max_steps
+    return bool(limit_reached or (trainer.should_stop and trainer.fit_loop._can_stop_early))
+
+
+def accumulating(trainer: pl.Trainer) -> bool:
+    """Whether gradients of an unfinished accumulation window are held."""
+    return bool(trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate())
+
+
+def finished_early(trainer: pl.Trainer) -> bool:
+    """Whether a callback decided that the run is over, so that a restart has nothing left to do.
+
+    A run stopped by a timer is not over: the next job continues it.
+    """
+    timers = [c for c in callbacks(trainer) if isinstance(c, Timer)]
+    expired = any((left := t.time_remaining()) is not None and left <= 0 for t in timers)
+    return trainer.should_stop and not expired and not trainer.received_sigterm
+
+
+def begin_next_epoch(fit_loop_state: dict[str, Any]) -> None:
+    """`fit_loop_state` (Lightning's own) says that the next epoch is about to begin.
+
+    At the end of an epoch the counters within it still say "at the last batch": plain Lightning resumes such a file
+    with an epoch that ends before it began, when `max_steps` is set.
+    """
+    for name in ("epoch_loop.batch_progress", "epoch_loop.scheduler_progress"):
+        _zero(fit_loop_state[name]["current"])
+    fit_loop_state["epoch_loop.batch_progress"]["is_last_batch"] = False
+    optimizer = fit_loop_state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    _zero(optimizer["step"]["current"])
+    _zero(optimizer["zero_grad"]["current"])
+
+
+def _zero(counters: dict[str, int]) -> None:
+    counters.update(dict.fromkeys(counters, 0))
+
+
+def reloads(trainer: pl.Trainer) -> dict[str, int | None]:
+    """The epochs in which the loaders were last made (`Trainer(reload_dataloaders_every_n_epochs=...)`)."""
+    fit_loop = trainer.fit_loop
+    made = {
+        "train": fit_loop._last_train_dl_reload_epoch,
+        "val": fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+    }
+    return {name: None if math.isinf(epoch) else int(epoch) for name, epoch in made.items()}
+
+
+def restore_reloads(trainer: pl.Trainer, saved: dict[str, int | None]) -> None:
+    """Loaders are made anew in the epochs in which the uninterrupted run would make them."""
+    every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    train = saved["train"]
+    # Due right now: the loaders were made a moment ago, for this start.
+    if every and train is not None and trainer.current_epoch - train < every:
+        trainer.fit_loop._last_train_dl_reload_epoch = train
+    if every and saved["val"] is not None:
+        trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = saved["val"]
+
+
+def continue_without_restart(trainer: pl.Trainer) -> None:
+    """The loops take the next batch as if the run had never stopped.
+
+    For checkpoints made at our boundaries, where nothing is half done: Lightning's own restart logic would look for
+    a validation to skip or to finish, count a step twice for the loggers, and leave out a plateau scheduler.
+    """
+    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
+
+
+def mark_consumed(trainer: pl.Trainer, cycled: list[bool]) -> None:
+    """A combined loader that cycles its shorter members knows which have been through once."""
+    iterator: Any = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    if hasattr(iterator, "_consumed"):
+        iterator._consumed = list(cycled)
+
+
+def batches_ahead(trainer: pl.Trainer) -> int:
+    """Batches fetched and not yet trained: Lightning fetches one ahead where it knows no length."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))

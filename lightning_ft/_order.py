@@ -1,0 +1,228 @@
+"""The order of a pass: indices drawn in a private random stream, seeds that travel with them, sampler state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ft import _rng
+from lightning_ft.errors import RestoreError
+
+try:
+    import numpy as np
+except ImportError:  # no numpy: no numpy generators to keep
+    np = None  # type: ignore[assignment]
+
+_SCALARS = (bool, int, float, str)
+
+
+class Seeded:
+    """What a sampler yielded, together with the seed for making it into a batch."""
+
+    __slots__ = ("seed", "value")
+
+    def __init__(self, value: Any, seed: int) -> None:
+        self.value = value
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Seeded, (self.value, self.seed)
+
+
+class IndexSource:
+    """Stands for a sampler or batch sampler for one loader iterator (several passes where workers persist).
+
+    Args:
+        base: The sampler it stands for.
+        new_stream: Makes the random stream in which the order of a pass is drawn: nothing else draws from it.
+        seed_of: Seed of the n-th item of the pass, or None to hand out bare indices.
+        skip: How many items of the pass were trained already; their indices are drawn and dropped.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        new_stream: Callable[[], _rng.Stream],
+        seed_of: Callable[[int], int] | None,
+        skip: Callable[[], int],
+    ) -> None:
+        self._base = base
+        self._new_stream = new_stream
+        self._seed_of = seed_of
+        self._skip = skip
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so that nothing is drawn before the first item is asked for: a loader with workers asks for an
+        # iterator twice and uses the second, and a sampler with a generator of its own would be drawn from twice.
+        stream, ordinal = self._new_stream(), self._skip()
+        with stream.active():
+            items = iter(self._base)
+            self._drop(items, ordinal)
+        while True:
+            with stream.active():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item if self._seed_of is None else Seeded(item, self._seed_of(ordinal))
+            ordinal += 1
+
+    def _drop(self, items: Iterator[Any], count: int) -> None:
+        for dropped in range(count):
+            try:
+                next(items)
+            except StopIteration:
+                raise RestoreError(
+                    f"{type(self._base).__name__} yielded {dropped} batches, and {count} of this epoch had been "
+                    "trained when the checkpoint was saved: the data or the batch size changed"
+                ) from None
+
+
+class SeededDataset(Dataset[Any]):
+    """The dataset it stands before, with the random state of this process set by each batch's seed.
+
+    Runs in the worker, or in the main process inside the loader's private stream. Indices that carry no seed (the
+    loader has a sampler of its own) get one from the pass and the indices themselves.
+    """
+
+    def __init__(self, dataset: Any, pass_seed: int) -> None:
+        vars(self).update(_ft_dataset=dataset, _ft_pass_seed=_shared(pass_seed))
+
+    def reseed(self, pass_seed: int) -> None:
+        """Workers that persist over passes see the seed of the new one (shared memory)."""
+        vars(self)["_ft_pass_seed"].fill_(pass_seed)
+
+    def __getitem__(self, index: Any) -> Any:
+        return vars(self)["_ft_dataset"][self._seed(index)]
+
+    def __getitems__(self, indices: Any) -> Any:
+        indices = self._seed(indices)
+        dataset = vars(self)["_ft_dataset"]
+        fetch_many = getattr(dataset, "__getitems__", None)
+        return fetch_many(indices) if fetch_many else [dataset[i] for i in indices]
+
+    def __len__(self) -> int:
+        return len(vars(self)["_ft_dataset"])
+
+    def _seed(self, index: Any) -> Any:
+        if isinstance(index, Seeded):
+            _rng.seed_cpu(index.seed)
+            return index.value
+        _rng.seed_cpu(_rng.mix(int(vars(self)["_ft_pass_seed"]), repr(index)))
+        return index
+
+    # Worker init functions and users reach for attributes of their dataset, to read and to set them.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_ft_dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(vars(self)["_ft_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_ft_dataset"], name, value)
+
+
+def _shared(value: int) -> torch.Tensor:
+    tensor = torch.tensor(value, dtype=torch.int64)
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return tensor
+
+
+class SamplerState:
+    """What decides the next order of a `DataLoader`'s samplers, captured and restored.
+
+    A sampler with ``state_dict``/``load_state_dict`` is asked for its own. Of others, everything plain they carry is
+    kept (`DistributedSampler.epoch` and `.seed`, counters of custom samplers) and every random generator.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        found = [batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
+        self._samplers: list[Any] = []
+        for sampler in found:
+            if sampler is not None and not any(sampler is s for s in self._samplers):
+                self._samplers.append(sampler)
+
+    def capture(self) -> dict[str, Any]:
+        """Plain data, one entry per sampler, in the order they are found."""
+        return {"samplers": [_capture_sampler(s) for s in self._samplers]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The samplers stand as they did at `capture`.
+
+        Raises:
+            RestoreError: The loader has other samplers than the one that was saved.
+        """
+        saved = state["samplers"]
+        present = [type(s).__name__ for s in self._samplers]
+        if [s["type"] for s in saved] != present:
+            raise RestoreError(f"the checkpoint holds samplers {[s['type'] for s in saved]}, this run has {present}")
+        for sampler, entry in zip(self._samplers, saved, strict=True):
+            _restore_sampler(sampler, entry)
+
+
+def _capture_sampler(sampler: Any) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": type(sampler).__name__}
+    if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
+        entry["state"] = sampler.state_dict()
+        return entry
+    fields = vars(sampler) if hasattr(sampler, "__dict__") else {}
+    entry["fields"] = {k: v for k, v in fields.items() if type(v) in _SCALARS}
+    entry["generators"] = {k: s for k, v in fields.items() if (s := _capture_generator(v)) is not None}
+    return entry
+
+
+def _restore_sampler(sampler: Any, entry: dict[str, Any]) -> None:
+    if "state" in entry:
+        sampler.load_state_dict(entry["state"])
+        return
+    for name, value in entry["fields"].items():
+        setattr(sampler, name, value)
+    for name, state in entry["generators"].items():
+        _restore_generator(getattr(sampler, name), state)
+
+
+def _capture_generator(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state().cpu()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if np is not None and isinstance(value, np.random.Generator):
+        return _plain(value.bit_generator.state)
+    if np is not None and isinstance(value, np.random.RandomState):
+        return _plain(value.get_state(legacy=False))
+    return None
+
+
+def _restore_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate((state[0], tuple(state[1]), state[2]))
+    elif np is not None and isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _unplain(state)
+    elif np is not None and isinstance(generator, np.random.RandomState):
+        generator.set_state(_unplain(state))
+    else:
+        raise RestoreError(f"the checkpoint holds a random generator where this run has {type(generator).__name__}")
+
+
+def _plain(value: Any) -> Any:
+    """Numpy arrays as tagged lists: their own pickles are refused by ``weights_only=True``."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"__array__": value.tolist(), "dtype": str(value.dtype)}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _unplain(value: Any) -> Any:
+    if isinstance(value, dict) and "__array__" in value:
+        return np.array(value["__array__"], dtype=value["dtype"])
+    return {k: _unplain(v) for k, v in value.items()} if isinstance(value, dict) else value

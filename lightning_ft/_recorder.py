@@ -1,0 +1,145 @@
+"""A callback that writes down, bit for bit, what a run does: the evidence that two runs are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_ft import _loops, _rng, events
+from lightning_ft.dataloading import digest
+
+KillPoint = int | str
+"""A batch number (killed at its end), or an event of the save protocol, such as ``"Renamed"`` or ``"Renamed:2"``."""
+
+
+class Recorder(pl.Callback):
+    """Appends one line of JSON per trained batch, validated batch, epoch and end of training to a file.
+
+    Lines reach the operating system at once, so they survive a SIGKILL of the process. A value that differs in one
+    bit has another digest.
+
+    Args:
+        path: The file; one per rank.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
+        line = json.dumps({"kind": kind, "key": key, "values": values}) + "\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One line: what was trained on, and everything the next step depends on."""
+        callbacks = {c.state_key: c.state_dict() for c in _loops.callbacks(trainer) if c.state_dict()}
+        values = {
+            "epoch": trainer.current_epoch,
+            "batch index": batch_idx,
+            "global step": trainer.global_step,
+            "batch": digest(batch),
+            "output": _exact(outputs),
+            "learning rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
+            "weights": digest(dict(pl_module.state_dict())),
+            "requires_grad": digest({n: p.requires_grad for n, p in pl_module.named_parameters()}),
+            "optimizer state": digest([o.state_dict() for o in trainer.optimizers]),
+            "scheduler state": digest([_plain_state(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]),
+            "random state": digest(_rng.capture()),
+            "callbacks": {name: digest(_without_paths(state)) for name, state in callbacks.items()},
+        }
+        self._append("step", [_loops.progress(trainer).batch], values)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """One line: which batch was validated, when, and what came out."""
+        if not trainer.sanity_checking:
+            key = [_loops.progress(trainer).batch, dataloader_idx, batch_idx]
+            self._append("validation", key, {"batch": digest(batch), "output": _exact(outputs)})
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """One line: what the epoch's metrics are."""
+        metrics = {name: _exact(value) for name, value in sorted(trainer.callback_metrics.items())}
+        self._append("epoch", [trainer.current_epoch], {"metrics": metrics})
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """One line: how it ended."""
+        values = {
+            "weights": digest(dict(pl_module.state_dict())),
+            "global step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "metrics": {name: _exact(value) for name, value in sorted(trainer.callback_metrics.items())},
+        }
+        self._append("end", [0], values)
+
+
+class KillSwitch(pl.Callback):
+    """Kills this process with SIGKILL at one point of the run, as a crash would: nothing is flushed or closed.
+
+    Args:
+        point: See `KillPoint`.
+    """
+
+    def __init__(self, point: KillPoint) -> None:
+        self._batch = point if isinstance(point, int) else None
+        self._forget: Callable[[], None] | None = None
+        if isinstance(point, str):
+            name, _, count = point.partition(":")
+            if name not in events.EVENT_TYPES:
+                raise ValueError(f"kill point {point!r}: no event {name!r}; there are {', '.join(events.KILL_POINTS)}")
+            self._event, self._left = events.EVENT_TYPES[name], int(count or 1)
+            self._forget = events.observe(self._on_event)
+
+    def _on_event(self, event: events.Event) -> None:
+        if type(event) is self._event:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The end of the batch that was named."""
+        if self._batch is not None and _loops.progress(trainer).batch == self._batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exact(value: Any) -> Any:
+    """Numbers as their exact hexadecimal text where they are scalars, digests elsewhere."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value).hex()
+    if isinstance(value, dict):
+        return {str(k): _exact(v) for k, v in value.items()}
+    return digest(value) if value is not None else None
+
+
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state without the functions some keep in it."""
+    return {k: v for k, v in state.items() if not callable(v)}
+
+
+def _without_paths(state: Any) -> Any:
+    """A callback's state without file names, which differ between directories."""
+    if isinstance(state, dict):
+        return {k: _without_paths(v) for k, v in state.items() if "path" not in str(k) and k not in _FILES}
+    return state
+
+
+_FILES = ("dirpath", "best_k_models", "time_elapsed")

@@ -1,0 +1,224 @@
+"""The state this package adds to a checkpoint, and how a restart gets it back.
+
+When what is restored, in the order Lightning allows::
+
+    on_load_checkpoint     loaders know where to start; Lightning's own loader states are taken out of its hands
+    optimizers restored    matched by name instead of by position, every tensor with the dtype it was saved in
+    before the epoch       everything is compared; frozen parameters, metrics, reload schedule; random state last
+    the epoch runs         loops forget that they restart
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_ft import _loops, _metrics, _resume, _rng, events, state
+from lightning_ft._dist import Ranks
+from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._resume import RestoreReport
+from lightning_ft.errors import RestoreError, TopologyError
+from lightning_ft.plugin import KEY
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+def build_state(
+    trainer: pl.Trainer, ranks: Ranks, loaders: TrackedLoaders, *, boundary: str, stopping: bool, seed: str | None
+) -> dict[str, Any]:
+    """What a restart needs beyond Lightning's own dictionary. Complete on rank 0, which writes it.
+
+    Ranks: all. Thread: main. Blocks on: all ranks (one gather).
+
+    Args:
+        trainer: The trainer.
+        ranks: The ranks of the run.
+        loaders: Its train dataloaders.
+        boundary: ``"step"`` or ``"epoch"`` at our own boundaries, ``"none"`` for saves of other callbacks.
+        stopping: A guard stops this run, which a restart has to continue.
+        seed: What the run was first seeded with.
+    """
+    progress = _loops.progress(trainer)
+    # At the last batch of an epoch the position within it is of no use any more: what comes next is a new pass.
+    epoch_over = boundary == "epoch" or progress.epoch_over or progress.last_batch
+    per_rank = ranks.gather(
+        {
+            "rng": _rng.capture(),
+            "root_seed": loaders.root_seed,
+            "loaders": loaders.positions(epoch_over=epoch_over, noted=boundary != "none"),
+            "metrics": _metrics.capture(trainer),
+        }
+    )
+    return {
+        "format": _FORMAT,
+        "boundary": boundary,
+        "step": progress.step,
+        "batch": progress.batch,
+        "epochs": progress.epochs,
+        "within_epoch": not epoch_over,
+        "world_size": ranks.world_size,
+        "ranks": per_rank,
+        "requires_grad": state.requires_grad_map(trainer.lightning_module),
+        "optimizers": state.optimizer_layout(trainer.optimizers, trainer.lightning_module),
+        "fingerprint": _resume.fingerprint(trainer, loaders.describe(), ranks.world_size),
+        "planned": _resume.planned(trainer),
+        "seed": seed,
+        "reloads": _loops.reloads(trainer),
+        "should_stop": _loops.finished_early(trainer) and not stopping,
+    }
+
+
+class Restore:
+    """One restart: from the loaded checkpoint to the first batch.
+
+    Ranks: all. Construct in `on_load_checkpoint`, before loops and optimizers are restored.
+
+    Raises:
+        TopologyError: The checkpoint was written by another number of processes.
+        RestoreError: It holds nothing for this rank, or a part of it does not fit.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        checkpoint: dict[str, Any],
+        path: str,
+        ranks: Ranks,
+        loaders: TrackedLoaders,
+        strict: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._ranks = ranks
+        self._loaders = loaders
+        self._strict = strict
+        self._done = False
+        self._undo = [_loops.replaced(trainer, "num_sanity_val_steps", 0)]  # they ran before the first step
+        self._saved: dict[str, Any] | None = checkpoint.get(KEY)
+        self.report = RestoreReport(path, restored=["weights", "optimizers", "schedulers", "loops", "callbacks"])
+        if self._saved is None:
+            self._note_plain(checkpoint)
+            return
+        self._undo.append(_loops.replaced(trainer.strategy, "load_optimizer_state_dict", self._load_optimizer_states))
+        self._rank_state = self._of_this_rank(self._saved)
+        # Lightning would load rank 0's state into the loaders of every rank, and only under some orders of set-up.
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        loaders.resume(self._rank_state["loaders"], self._rank_state["root_seed"])
+        _resume.compare_checkpoint(self.report, checkpoint, trainer)
+        if self._saved["should_stop"]:
+            trainer.should_stop = True  # a finished run stays finished: nothing is trained
+
+    def _of_this_rank(self, saved: dict[str, Any]) -> dict[str, Any]:
+        if saved["world_size"] != self._ranks.world_size:
+            raise TopologyError(
+                f"{self.report.path} was saved by {saved['world_size']} processes and this run has "
+                f"{self._ranks.world_size}: the order of the data depends on it. Start as many as it was saved by.",
+                saved["world_size"],
+                self._ranks.world_size,
+            )
+        per_rank = saved["ranks"]
+        if per_rank is None or len(per_rank) <= self._ranks.rank:
+            raise RestoreError(f"{self.report.path} holds no random state and data position of rank {self._ranks.rank}")
+        state_of_rank: dict[str, Any] = per_rank[self._ranks.rank]
+        return state_of_rank
+
+    def _note_plain(self, checkpoint: dict[str, Any]) -> None:
+        self.report.noted.append(
+            "written without FaultTolerantCheckpoint: random state, partial metrics and the order of the data are not "
+            "in it"
+        )
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        done = batches["current"]["processed"]
+        if done and not batches["is_last_batch"] and not self._stateful_states(checkpoint):
+            self.report.noted.append(
+                f"it was saved after batch {done} of epoch {checkpoint['epoch']}: the loader starts that epoch anew: "
+                f"{done} batches are drawn again and as many at its end are not"
+            )
+
+    @staticmethod
+    def _stateful_states(checkpoint: dict[str, Any]) -> Any:
+        return checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")
+
+    def _load_optimizer_states(self, checkpoint: dict[str, Any]) -> None:
+        assert self._saved is not None
+        optimizers = self._trainer.strategy.optimizers
+        present = state.optimizer_layout(optimizers, self._trainer.lightning_module)
+        states, changed = state.match_optimizer_states(
+            checkpoint["optimizer_states"], self._saved["optimizers"], present
+        )
+        self.report.noted.extend(changed)
+        type(self._trainer.strategy).load_optimizer_state_dict(
+            self._trainer.strategy, {**checkpoint, "optimizer_states": states}
+        )
+        for optimizer, saved in zip(optimizers, states, strict=True):
+            state.restore_state_dtypes(optimizer, saved)
+
+    def before_epoch(self) -> None:
+        """Everything is restored, the random state last; the report is logged and, with `strict`, enforced.
+
+        Raises:
+            RestoreError: The run differs from the one saved (`strict`), its data does where a position within an
+                epoch depends on it, or the ranks loaded different checkpoints.
+        """
+        if self._done:
+            return
+        self._done = True
+        saved, trainer = self._saved, self._trainer
+        if saved is None:
+            self._say()
+            return
+        generations = self._ranks.all_gather(saved["generation"])
+        if len(set(generations)) > 1:
+            raise RestoreError(f"the ranks loaded different checkpoints: generations {generations}")
+        present = _resume.fingerprint(trainer, self._loaders.describe(), self._ranks.world_size)
+        _resume.compare(self.report, saved["fingerprint"], present)
+        _resume.compare_plan(self.report, saved["planned"], _resume.planned(trainer))
+        if saved["seed"] != os.environ.get("PL_GLOBAL_SEED"):
+            self.report.noted.append(
+                f"seed {os.environ.get('PL_GLOBAL_SEED')} is not used: the run has {saved['seed']}"
+            )
+        moved = [c for c in self.report.changed if c.startswith("train dataloader")]
+        if moved and saved["within_epoch"] and not self._strict:
+            raise RestoreError(
+                "the checkpoint was saved within an epoch, and its position there means nothing in other data: "
+                + "; ".join(moved)
+            )
+        module = trainer.lightning_module
+        self.report.noted += state.restore_requires_grad(module, saved["requires_grad"])
+        self.report.missing += _metrics.restore(
+            trainer, self._rank_state["metrics"], within_epoch=saved["within_epoch"]
+        )
+        _loops.restore_reloads(trainer, saved["reloads"])
+        if saved["boundary"] == "epoch":
+            _loops.continue_without_restart(trainer)
+        self.report.missing += _rng.restore(self._rank_state["rng"])
+        self.report.restored += ["random state", "data position", "metrics"]
+        self._say()
+
+    def epoch_runs(self) -> None:
+        """The first batch may be asked for: loops and loaders are as they were."""
+        if self._saved is not None:
+            if self._saved["boundary"] == "step":
+                _loops.continue_without_restart(self._trainer)
+            self._loaders.mark_consumed()
+        self._loaders.resumed()
+        self._saved = None  # releases what of the checkpoint is still held
+
+    def _say(self) -> None:
+        path = self.report.path
+        if self._strict and self._saved is not None:
+            self.report.raise_if_different()
+        if self._ranks.is_zero:
+            log = _log.warning if self.report.differences or self.report.noted else _log.info
+            log("%s", self.report.render())
+        events.emit(events.Resumed(path, self._trainer.global_step))
+
+    def close(self) -> None:
+        """Everything replaced for this restart is as it was."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []

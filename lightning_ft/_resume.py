@@ -1,0 +1,128 @@
+"""What a restart is compared with: the facts a run depends on, and the report of what came back and what did not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_ft import _loops
+from lightning_ft.errors import RestoreError
+
+_MISSING = "(nothing)"
+
+
+@dataclass
+class RestoreReport:
+    """What a restart restored and what not, in words; complete before the first step."""
+
+    path: str
+    restored: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """What the run has and the checkpoint has not."""
+    ignored: list[str] = field(default_factory=list)
+    """What the checkpoint has and the run has not."""
+    changed: list[str] = field(default_factory=list)
+    """What is in both and differs, so that the run cannot be the one that was saved."""
+    noted: list[str] = field(default_factory=list)
+    """Differences that are mended, or that do not touch the steps to come."""
+
+    @property
+    def differences(self) -> list[str]:
+        """Everything that makes this run another one than the one saved; with ``strict=True`` an error."""
+        return [
+            *(f"missing in the checkpoint: {m}" for m in self.missing),
+            *(f"ignored from the checkpoint: {i}" for i in self.ignored),
+            *(f"changed: {c}" for c in self.changed),
+        ]
+
+    def render(self) -> str:
+        """The report as lines for a log."""
+        lines = [f"restored from {self.path}: {', '.join(self.restored)}"]
+        lines += self.differences + [f"note: {n}" for n in self.noted]
+        return "\n  ".join(lines)
+
+    def raise_if_different(self) -> None:
+        """Nothing happens if the run is the one that was saved.
+
+        Raises:
+            RestoreError: It is not; the message lists every difference.
+        """
+        if self.differences:
+            listed = "\n  ".join(self.differences)
+            raise RestoreError(
+                f"this run differs from the one saved in {self.path}:\n  {listed}\nNo step was trained. Start the "
+                "unchanged command, or continue knowingly with FaultTolerantCheckpoint(strict=False)."
+            )
+
+
+def fingerprint(trainer: pl.Trainer, loaders: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Facts on which the steps to come depend, as plain values by name."""
+    return {
+        "world size": world_size,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "precision": str(trainer.precision),
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "batches per epoch": _finite(trainer.num_training_batches),
+        "optimizers": [type(o).__name__ for o in trainer.optimizers],
+        "lr schedulers": [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs],
+        **loaders,
+    }
+
+
+def planned(trainer: pl.Trainer) -> dict[str, Any]:
+    """How long the run is meant to be: may grow, but a schedule made for another length is worth a word."""
+    return {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
+
+
+def compare(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any]) -> None:
+    """Differences of two fingerprints are in the report."""
+    for name in {**saved, **present}:
+        then, now = saved.get(name, _MISSING), present.get(name, _MISSING)
+        if then != now:
+            report.changed.append(f"{name}: {then} when saved, {now} now")
+
+
+def compare_plan(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any]) -> None:
+    """Another planned length is noted in the report."""
+    for name, now in present.items():
+        if saved.get(name) != now:
+            report.noted.append(
+                f"{name} was {saved.get(name)} and is {now}: schedules made from it have another length"
+            )
+
+
+def compare_checkpoint(report: RestoreReport, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+    """Callbacks and hyper-parameters of Lightning's own part of a checkpoint are compared with those of the run."""
+    callbacks = {c.state_key: c for c in _loops.callbacks(trainer)}
+    for key in checkpoint.get("callbacks", {}):
+        if key not in callbacks:
+            report.ignored.append(f"state of callback {key}, which this run does not have")
+    for key, callback in callbacks.items():
+        if key not in checkpoint.get("callbacks", {}) and callback.state_dict():
+            report.missing.append(f"state of callback {key}")
+    for owner in (trainer.lightning_module, _loops.datamodule(trainer)):
+        if owner is None or not owner.hparams:
+            continue
+        saved = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        present = dict(owner.hparams)
+        for name in {**saved, **present}:
+            then, now = saved.get(name, _MISSING), present.get(name, _MISSING)
+            if not _same(then, now):
+                report.changed.append(
+                    f"hyper-parameter {name} of {type(owner).__name__}: {then!r} when saved, {now!r} now"
+                )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return bool(a == b) if isinstance(a, (int, float)) and isinstance(b, (int, float)) else False
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError, TypeError):  # arrays and tensors have no single answer
+        return repr(a) == repr(b)
+
+
+def _finite(value: float) -> int | None:
+    return None if value == float("inf") else int(value)

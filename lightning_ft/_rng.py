@@ -1,0 +1,160 @@
+"""Random state of one process: captured, restored, and split into private streams.
+
+Everything captured is plain tensors, numbers, strings and tuples, so that it travels in a file that
+``torch.load(weights_only=True)`` accepts (numpy's own legacy state object would not be).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+
+try:
+    import numpy as np
+except ImportError:  # torch runs without numpy; then there is no numpy stream to keep
+    np = None  # type: ignore[assignment]
+
+_UINT32 = 2**32
+
+
+def capture() -> dict[str, Any]:
+    """The random state of this process: torch CPU, every accelerator, numpy's legacy generator and python."""
+    state = _capture_cpu()
+    state["accelerators"] = _capture_accelerators()
+    return state
+
+
+def restore(state: dict[str, Any]) -> list[str]:
+    """This process continues the random sequences of `state`.
+
+    Returns:
+        What of `state` found no place here (an accelerator that is not there), in words.
+    """
+    _restore_cpu(state)
+    return _restore_accelerators(state.get("accelerators", {}))
+
+
+def mix(*parts: int | str) -> int:
+    """A 63-bit seed that depends on every part, equal on every machine and python version."""
+    return xxhash.xxh3_64_intdigest(repr(parts).encode()) >> 1
+
+
+def draw_seed() -> int:
+    """A 63-bit seed drawn from torch's global CPU generator (advances it by one draw)."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def seed_cpu(seed: int) -> None:
+    """Torch's CPU generator, numpy and python start the sequences of `seed`."""
+    # Not torch.manual_seed: that also reseeds every accelerator, which a loader must not touch.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if np is not None:
+        np.random.seed(seed % _UINT32)
+
+
+class Stream:
+    """A private random stream: code run inside `active` draws from it and leaves the global state untouched.
+
+    The stream starts at `seed` and continues where it was left, however often it is entered.
+    """
+
+    def __init__(self, seed: int, state: dict[str, Any] | None = None) -> None:
+        self._seed = seed
+        self._state = state
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """Where the stream stands; None before it was first entered."""
+        return self._state
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Global CPU draws inside come from this stream; the caller's state is back afterwards, also on errors."""
+        outer = _capture_cpu()
+        if self._state is None:
+            seed_cpu(self._seed)
+        else:
+            _restore_cpu(self._state)
+        try:
+            yield
+        finally:
+            self._state = _capture_cpu()
+            _restore_cpu(outer)
+
+
+def _capture_cpu() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+    if np is not None:
+        state["numpy"] = _pack_numpy(np.random.get_state(legacy=True))
+    return state
+
+
+def _restore_cpu(state: dict[str, Any]) -> None:
+    torch.default_generator.set_state(state["torch"])
+    random.setstate(_as_tuple(state["python"]))
+    if np is not None and "numpy" in state:
+        np.random.set_state(_unpack_numpy(state["numpy"]))
+
+
+def _pack_numpy(legacy: Any) -> dict[str, Any]:
+    name, keys, position, has_gauss, gauss = legacy
+    # int64 because torch knows no arithmetic on uint32 in older versions, and uint32 keys must not wrap
+    return {
+        "name": name,
+        "keys": torch.from_numpy(keys.astype(np.int64)),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "gauss": float(gauss),
+    }
+
+
+def _unpack_numpy(packed: dict[str, Any]) -> tuple[str, Any, int, int, float]:
+    keys = packed["keys"].numpy().astype(np.uint32)
+    return packed["name"], keys, packed["position"], packed["has_gauss"], packed["gauss"]
+
+
+def _as_tuple(value: Any) -> Any:
+    """Lists back to tuples: some serialisers keep only lists, `random.setstate` takes only tuples."""
+    return tuple(_as_tuple(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _capture_accelerators() -> dict[str, list[torch.Tensor]]:
+    kind = _accelerator()
+    if kind is None:
+        return {}
+    module = torch.get_device_module(kind)
+    if hasattr(module, "get_rng_state_all"):
+        return {kind: [s.cpu() for s in module.get_rng_state_all()]}
+    return {kind: [module.get_rng_state().cpu()]}
+
+
+def _restore_accelerators(saved: dict[str, list[torch.Tensor]]) -> list[str]:
+    problems = []
+    present = _accelerator()
+    for kind, states in saved.items():
+        if kind != present:
+            problems.append(f"random state of {kind!r} (this process has {present or 'no accelerator'})")
+            continue
+        module = torch.get_device_module(kind)
+        if not hasattr(module, "get_rng_state_all"):
+            module.set_rng_state(states[0])
+            continue
+        count = module.device_count()
+        if count != len(states):
+            problems.append(f"random state of {len(states)} {kind!r} devices (this process sees {count})")
+        for index, state in enumerate(states[:count]):
+            module.set_rng_state(state, index)
+    return problems
+
+
+def _accelerator() -> str | None:
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type

@@ -1,0 +1,363 @@
+"""One fit: what is due at its step and epoch boundaries, and the saves that follow.
+
+The callback makes a session when a fit is set up and drops it when the fit ends, however it ends, so nothing of one
+fit can reach into the next. Everything here runs in the main thread, on all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+
+from lightning_ft import _loops, _names, _rng, events, rotation
+from lightning_ft._dist import Ranks
+from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._lock import DirectoryLock
+from lightning_ft._restore import Restore, build_state
+from lightning_ft.discovery import list_checkpoints, next_start
+from lightning_ft.errors import SaveError
+from lightning_ft.guards import Guard
+from lightning_ft.plugin import GIVE_UP_AFTER, KEY, FaultTolerantCheckpointIO, SaveOptions
+from lightning_ft.retention import Retention
+from lightning_ft.state import Progress
+from lightning_ft.storage import Storage
+from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, time_due
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for: the arguments of `FaultTolerantCheckpoint`, validated."""
+
+    trigger: Trigger
+    retention: Retention
+    save_on_train_end: bool
+    guards: tuple[Guard, ...]
+    seed_workers: bool
+    strict: bool
+
+
+class Session:
+    """One fit into one directory.
+
+    Ranks: all, at the same points. On disk after construction: the directory, empty of what a crash left, and ours
+    alone until `close`.
+
+    Args:
+        trainer: The trainer, its process group running.
+        dirpath: Directory or URL for the checkpoints.
+        settings: What the user asked for.
+        plugin: Our plugin; None if the user gave another one.
+        ranks: The ranks of the run; closed with the session.
+        told: Called on all ranks with the path of a checkpoint that has become durable (rank 0 alone knows of one).
+        chosen: What ``ckpt_path="last"`` chose, if it was asked.
+
+    Raises:
+        ConfigurationError: The directory cannot be written.
+        DirectoryInUseError: Another live run writes into it.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        dirpath: str,
+        settings: Settings,
+        plugin: FaultTolerantCheckpointIO | None,
+        ranks: Ranks,
+        told: Callable[[str], None],
+        chosen: str,
+    ) -> None:
+        self._trainer = trainer
+        self._dirpath = dirpath
+        self._settings = settings
+        self._plugin = plugin
+        self._options = plugin.storage_options if plugin is not None else None
+        self._ranks = ranks
+        self._tell = told
+        self._chosen = chosen
+        self._vote = ranks.vote()
+        self._lock: DirectoryLock | None = None
+        self._restore: Restore | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._names, self._start, self._run_id = ranks.decide(self._open_directory)
+        self._parent: str | None = None
+        self._seed = os.environ.get("PL_GLOBAL_SEED")
+        self._pending = Pending()
+        self._saved_batch = -1
+        self._saved_at = time.monotonic()
+        self._saving: tuple[str, str] | None = None
+        self._gradients_open = False
+        self._stopping = False
+        self._epoch_begun = False
+        self._committed = ""
+        self._told = ""
+        self._loaders = TrackedLoaders(trainer, _rng.draw_seed(), ranks.rank, settings.seed_workers)
+        self._undo += [self._loaders.install(), _loops.install(trainer, self), events.observe(self._on_event)]
+        if plugin is not None:
+            plugin.reports_failures = False
+            plugin.require_weights_only = settings.strict
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The trainer's loggers."""
+        return self._trainer.loggers
+
+    def _open_directory(self) -> tuple[set[str], int, str]:
+        """Ranks: zero. Names in the directory, the ordinal of this start, and the id of the run if it is a new one."""
+        storage = Storage(self._options)
+        storage.probe(self._dirpath)
+        self._lock = DirectoryLock(self._dirpath)
+        self._lock.acquire()
+        storage.remove_leftovers(self._dirpath)
+        infos = list_checkpoints(self._dirpath, self._options)
+        return {info.name for info in infos}, next_start(infos), uuid.uuid4().hex
+
+    def close(self) -> None:
+        """The directory is given up, and the trainer is as it was. Local: asks nothing of other ranks.
+
+        Blocks on: the write in flight.
+        """
+        if self._plugin is not None:
+            self._plugin.drain()
+            self._plugin.reports_failures = True
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        if self._restore is not None:
+            self._restore.close()
+        self._ranks.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # -- resuming ------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: dict[str, Any], path: str) -> None:
+        """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
+        self._restore = Restore(self._trainer, checkpoint, path, self._ranks, self._loaders, self._settings.strict)
+        saved = checkpoint.get(KEY)
+        if saved is None:
+            return
+        self._parent = saved["generation"]
+        self._seed = saved["seed"]
+        self._pending = Pending(LastSave(saved["step"], saved["epochs"]))
+        # From an older checkpoint, or one of another directory, a branch with an id of its own begins: its
+        # rotation must not count, or delete, the checkpoints of the line it left.
+        inside = _names.split(_names.normalise(path))[0] == self._dirpath
+        if inside and not self._ranks.decide(lambda: self._superseded(saved, path)):
+            self._run_id = saved["run_id"]
+
+    def _superseded(self, saved: dict[str, Any], path: str) -> bool:
+        """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""
+        if path == self._chosen:
+            return False
+        position = saved["start"], saved["batch"]
+        infos = list_checkpoints(self._dirpath, self._options)
+        newer = [i for i in infos if i.problem is None and i.order[:2] > position]
+        return any(_names.parse_checkpoint_name(i.name) for i in newer)
+
+    # -- the loops: see the table in `_loops` --------------------------------------------------------------------
+
+    def before_setup_data(self) -> None:
+        """Loaders may be made now."""
+        self._loaders.before_setup_data()
+
+    def after_setup_data(self) -> None:
+        """Loaders were made, if they had to be."""
+        self._loaders.after_setup_data()
+
+    def before_epoch(self) -> None:
+        """Nothing of the epoch has run yet."""
+        if self._restore is not None:
+            self._restore.before_epoch()
+        if self._epoch_begun:
+            self._loaders.begin_epoch()
+        self._epoch_begun = True
+
+    def epoch_runs(self) -> None:
+        """The first batch is about to be asked for."""
+        if self._restore is not None:
+            self._restore.epoch_runs()
+            self._restore.close()
+            self._restore = None
+        self._loaders.note()
+
+    def after_step(self) -> None:
+        """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
+        self._loaders.note()
+        progress = _loops.progress(self._trainer)
+        ends_here = _loops.stops_here(self._trainer) and not progress.last_batch
+        self._decide(progress, epoch_finished=False, ends_here=ends_here)
+
+    def after_epoch(self) -> None:
+        """An epoch boundary, unless training was stopped within the epoch."""
+        progress = _loops.progress(self._trainer)
+        if progress.last_batch:
+            self._decide(progress, epoch_finished=True, ends_here=False)
+
+    # -- hooks of the callback -----------------------------------------------------------------------------------
+
+    def train_starts(self) -> None:
+        """Training begins: the clock of `train_time_interval` starts, and an interval that never comes is said."""
+        self._saved_at = time.monotonic()
+        trigger = self._settings.trigger
+        every = trigger.every_n_train_steps
+        if every is None or trigger != Trigger(every_n_train_steps=every) or not self._ranks.is_zero:
+            return
+        total = self._trainer.estimated_stepping_batches
+        if every > total:
+            _log.warning(
+                "every_n_train_steps=%d, but the run has %s steps: it is saved %s, and a crash before loses all of it",
+                every, total, "only when training ends" if self._settings.save_on_train_end else "never",
+            )  # fmt: skip
+
+    def batch_starts(self) -> None:
+        """This rank's vote for the coming step boundary is cast."""
+        writer = self._plugin.writer if self._plugin is not None and self._ranks.is_zero else None
+        step = _loops.progress(self._trainer).step
+        verdicts = [v for guard in self._settings.guards if (v := guard.poll(step)) is not None]
+        for verdict in verdicts:
+            _log.warning("rank %d asks to save and stop: %s", self._ranks.rank, verdict.reason)
+        since = time.monotonic() - self._saved_at
+        self._vote.cast(
+            save_failed=int(writer is not None and writer.failed),
+            writer_busy=int(writer is not None and writer.busy),
+            time_due=int(self._ranks.is_zero and time_due(self._settings.trigger, since)),
+            stop=int(bool(verdicts)),
+        )
+
+    def gradients(self, *, pending: bool) -> None:
+        """In manual optimization: a backward ran (`pending`), or an optimizer is about to use what it left."""
+        self._gradients_open = pending
+
+    def train_ends(self) -> None:
+        """Training is over, its last state is durable, and every rank knows if it is not.
+
+        Raises:
+            SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
+        """
+        progress = _loops.progress(self._trainer)
+        if self._settings.save_on_train_end and progress.last_batch:
+            self._save("train_end", "epoch", progress)
+        if self._plugin is None:
+            return
+        plugin = self._plugin
+        plugin.drain()
+        if self._ranks.decide(lambda: plugin.writer.failed):
+            self._report_failure("training ends without it")
+        self._tell_of_commits()
+        # From here on only other callbacks ask for saves, and nobody else reports their failure.
+        plugin.reports_failures = True
+
+    def add_state(self, checkpoint: dict[str, Any]) -> None:
+        """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
+        reason, boundary = self._saving or ("user", "none")
+        saved = build_state(
+            self._trainer, self._ranks, self._loaders, boundary=boundary, stopping=self._stopping, seed=self._seed
+        )
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        self._loaders.keep_only_own_states(fit_loop["state_dict"])
+        if boundary == "epoch":
+            _loops.begin_next_epoch(fit_loop)
+        checkpoint[KEY] = {
+            **saved,
+            "generation": uuid.uuid4().hex,
+            "run_id": self._run_id,
+            "start": self._start,
+            "parent": self._parent,
+            "reason": reason,
+        }
+
+    # -- deciding and saving -------------------------------------------------------------------------------------
+
+    def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
+        votes = self._vote.read() if self._vote.cast_open else {}
+        if votes.get("save_failed"):
+            self._report_failure("training goes on")
+        self._tell_of_commits()
+        if votes.get("stop"):
+            self._stopping = self._trainer.should_stop = True
+            ends_here = not progress.last_batch
+        facts = Facts(
+            step=progress.step,
+            epoch_finished=epoch_finished,
+            epochs=progress.epochs,
+            # A save at the last batch waits for the end of the epoch, which follows at once.
+            accumulating=not epoch_finished
+            and (progress.last_batch or self._gradients_open or _loops.accumulating(self._trainer)),
+            time_due=bool(votes.get("time_due")),
+        )
+        self._pending, reason = advance(self._settings.trigger, self._pending, facts)
+        if ends_here and self._settings.save_on_train_end:
+            reason = reason or ("stop" if self._stopping else "train_end")
+        elif reason is not None and votes.get("writer_busy") and self._skips_when_busy:
+            events.emit(events.SaveSkipped(self._dirpath, progress.step, "a save waits behind the running one"))
+            self._pending, reason = replace(self._pending, postponed=reason), None
+        if reason is not None:
+            self._save(reason, "epoch" if epoch_finished else "step", progress)
+
+    @property
+    def _skips_when_busy(self) -> bool:
+        return self._plugin is not None and self._plugin.when_busy == "skip"
+
+    def _save(self, reason: str, boundary: str, progress: Progress) -> None:
+        """The state is copied and on its way to disk."""
+        if progress.batch == self._saved_batch:
+            return
+        path = _names.join(self._dirpath, self._new_name(progress.step))
+        options = None
+        if self._plugin is not None:
+            options = SaveOptions(
+                partial(rotation.rotate, self._dirpath, path, self._run_id, self._settings.retention, self._options)
+            )
+        self._saving = reason, boundary
+        try:
+            self._trainer.save_checkpoint(path, weights_only=False, storage_options=options)
+        finally:
+            self._saving = None
+        self._saved_batch = progress.batch
+        self._saved_at = time.monotonic()
+
+    def _new_name(self, step: int) -> str:
+        """A name that is not in the directory: no checkpoint is ever written over."""
+        version = 0
+        while (name := _names.checkpoint_name(step, version)) in self._names:
+            version += 1
+        self._names.add(name)
+        return name
+
+    def _report_failure(self, after: str) -> None:
+        """Rank 0's failed save is known on all ranks: raised, or logged and lived with."""
+
+        def take() -> tuple[SaveError | None, int, str]:
+            assert self._plugin is not None
+            return self._plugin.writer.take_failure(), self._plugin.writer.failures_in_a_row, self._plugin.on_error
+
+        failure, in_a_row, on_error = self._ranks.decide(take)
+        if failure is None:
+            return
+        if on_error == "raise" or in_a_row >= GIVE_UP_AFTER:
+            raise failure
+        if self._ranks.is_zero:
+            _log.warning("%s (%s; %d in a row, the run stops at %d)", failure, after, in_a_row, GIVE_UP_AFTER)
+
+    def _on_event(self, event: events.Event) -> None:
+        """Thread: main or writer."""
+        if isinstance(event, events.Committed):
+            self._committed = event.path
+
+    def _tell_of_commits(self) -> None:
+        """Loggers hear of a checkpoint after it is durable, never before."""
+        committed = self._committed
+        if committed != self._told:
+            self._told = committed
+            self._tell(committed)

@@ -1,0 +1,250 @@
+"""The one callback: Lightning's hooks, passed on to the session of the fit they belong to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import proxy
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from lightning_ft import _last, _loops, _names
+from lightning_ft._dist import Ranks
+from lightning_ft._session import Session, Settings
+from lightning_ft.discovery import Depth
+from lightning_ft.errors import ConfigurationError
+from lightning_ft.guards import Guard
+from lightning_ft.plugin import FaultTolerantCheckpointIO
+from lightning_ft.retention import Retention
+from lightning_ft.triggers import Trigger, resolve
+
+_log = logging.getLogger(__name__)
+
+
+class FaultTolerantCheckpoint(ModelCheckpoint):
+    """Kill the run anywhere, start the same command again, and every later number is bit for bit the same.
+
+    Saves everything a restart needs, at the boundaries between steps and epochs, in the background, and resumes from
+    the newest good checkpoint with ``trainer.fit(..., ckpt_path="last")``: on the first start, after a crash and
+    after the end it is the same command. It is not for the *best* model: keep a `ModelCheckpoint(monitor=...)`
+    beside it.
+
+    A save that is due at the last batch of an epoch is made when the epoch is over; one that is due within a gradient
+    accumulation, at its end. In manual optimization an accumulation is recognised by a `manual_backward` that no
+    optimizer step follows in the same batch.
+
+    Args:
+        dirpath: Directory or URL for the checkpoints. Default: ``default_root_dir/checkpoints``, which, unlike
+            `ModelCheckpoint`'s default, is the same at every start of the same command.
+        every_n_train_steps: Save when `trainer.global_step` passes a multiple of this. In manual optimization, where
+            that counts every optimizer, batches are counted.
+        every_n_epochs: Save at the end of every n-th epoch. The default, with 1, if no trigger is given.
+        train_time_interval: Save when so much time has passed since the last save, by the clock of rank 0.
+        keep_last: How many checkpoints of this run are kept, at least 1; -1 keeps all.
+        keep_every_n_train_steps: Checkpoints at multiples of this are kept for good.
+        save_on_train_end: Save when training ends, unless that state is saved already.
+        guards: Asked before every step whether the run should save and stop.
+        seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
+            number of workers. If False, draws in worker processes are not repeated.
+        strict: A restart that differs from the run that was saved is an error before the first step, and so is a
+            checkpoint that could not be loaded with ``weights_only=True``. If False, both are warnings.
+
+    Raises:
+        ConfigurationError: An argument has a value it cannot have.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: timedelta | None = None,
+        keep_last: int = 3,
+        keep_every_n_train_steps: int | None = None,
+        save_on_train_end: bool = True,
+        guards: Sequence[Guard] = (),
+        seed_workers: bool = True,
+        strict: bool = True,
+    ) -> None:
+        if dirpath is not None and (not isinstance(dirpath, (str, os.PathLike)) or not os.fspath(dirpath)):
+            raise ConfigurationError(f"dirpath={dirpath!r}: must be a path or URL, or None")
+        flags = {"save_on_train_end": save_on_train_end, "seed_workers": seed_workers, "strict": strict}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"{name}={value!r}: must be True or False")
+        for guard in guards:
+            if not isinstance(guard, Guard):
+                raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
+        super().__init__(save_top_k=0)
+        self.settings = Settings(
+            trigger=resolve(Trigger(every_n_train_steps, every_n_epochs, train_time_interval)),
+            retention=Retention(keep_last, keep_every_n_train_steps),
+            guards=tuple(guards),
+            **flags,
+        )
+        self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
+        self.dirpath = self._given_dirpath
+        self._session: Session | None = None
+        self._ranks: Ranks | None = None
+        self._chosen = ""
+
+    # -- set-up and tear-down ------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        plugin = self._install_plugin(trainer)
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
+            raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
+        if type(trainer.strategy).save_checkpoint is not Strategy.save_checkpoint:
+            raise ConfigurationError(
+                f"strategy {type(trainer.strategy).__name__} writes checkpoints past the checkpoint plugin, so they "
+                "would be neither atomic nor verified; use a single-device or DDP strategy"
+            )
+        self.dirpath = self._directory(trainer)
+        self._ranks = self._ranks or Ranks()
+        self._session = Session(trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen)
+
+    def _install_plugin(self, trainer: pl.Trainer) -> FaultTolerantCheckpointIO | None:
+        present = trainer.strategy._checkpoint_io
+        if isinstance(present, FaultTolerantCheckpointIO):
+            return present
+        if present is None or type(present) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = plugin = FaultTolerantCheckpointIO()
+            return plugin
+        _log.warning(
+            "checkpoints go through %s, not through FaultTolerantCheckpointIO: they have no manifest, so they are not "
+            'verified, not found by ckpt_path="last", not rotated, and atomic only if that plugin makes them so',
+            type(present).__name__,
+        )
+        return None
+
+    def _directory(self, trainer: pl.Trainer) -> str:
+        default = _names.join(_names.normalise(trainer.default_root_dir), "checkpoints")
+        return self._given_dirpath or default
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        # No collective from here on: the other ranks may not have failed, and would not answer.
+        self._close()
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        elif self._ranks is not None:
+            self._ranks.close()
+        self._session = self._ranks = None
+        self._chosen = ""
+
+    # -- ckpt_path="last" ----------------------------------------------------------------------------------------
+
+    @override
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        """Called by Lightning for ``ckpt_path="last"``, before `setup`. Ranks: all; rank 0 decides."""
+        if trainer.world_size > 1:
+            trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
+        ranks = self._ranks = self._ranks or Ranks()
+        plugin = self._install_plugin(trainer)
+        dirpath = self._directory(trainer)
+        depth: Depth = "full" if plugin is None or plugin.verify == "full" else "size"
+        options = plugin.storage_options if plugin is not None else None
+        path, ours = ranks.decide(lambda: _last.choose(dirpath, depth, options))
+        if path is None:
+            if ranks.is_zero:
+                _last.announce_fresh_start(dirpath)
+            return set()
+        if plugin is not None and ours and depth == "full" and ranks.is_zero:
+            plugin.mark_verified(path)
+        self._chosen = path
+        _last.insist(trainer, path)
+        return {path}
+
+    # -- one call each -------------------------------------------------------------------------------------------
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._session is not None:  # else validate, test or predict: only weights are loaded
+            self._session.load(checkpoint, str(trainer._checkpoint_connector._ckpt_path))
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._session is not None and not trainer.interrupted:  # then others may not be here: no collective
+            self._session.add_state(checkpoint)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is not None:
+            self._session.train_starts()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._session is not None:
+            self._session.batch_starts()
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is not None and not pl_module.automatic_optimization:
+            self._session.gradients(pending=True)
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._session is not None:
+            self._session.gradients(pending=False)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is not None:
+            self._session.train_ends()
+
+    # -- what Lightning asks of a ModelCheckpoint ----------------------------------------------------------------
+
+    def _durable(self, path: str) -> None:
+        assert self._session is not None
+        self.last_model_path = path
+        for logger in self._session.loggers:
+            logger.after_save_checkpoint(proxy(self))
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return "FaultTolerantCheckpoint"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # all state is under this package's own key, so that plain Lightning misses no callback
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass  # see state_dict
+
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        pass  # a step is not over here: see _loops
+
+    @override
+    def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        pass  # nor is an epoch
+
+    @override
+    def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
+        pass  # nor is the step that was validated

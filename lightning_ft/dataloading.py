@@ -1,0 +1,447 @@
+"""Exact positions for ordinary data loaders.
+
+A *tracked* loader yields the batches its original would yield, and its `Tracker` can say where it stands and start
+another process there. What makes that exact, whatever the number of workers and however far they prefetched:
+
+1. Everything random about a pass over the data comes from one seed, derived from a root seed and the number of the
+   pass. Samplers, `__iter__` and fetches of the main process run in private random streams (`_rng.Stream`), so the
+   training's random state and the data's never mix.
+2. To continue a pass, its order is drawn again from the same seed, and *indices* are skipped, not samples.
+3. Every batch of indices carries a seed, which the dataset applies where the batch is made: in the worker, or in the
+   main process. Random augmentation then depends neither on the worker count nor on prefetching.
+
+Kinds of loaders, by what is known about them:
+
+``indexed``   a `DataLoader` over a map-style dataset: 1-3 above.
+``stateful``  anything with ``state_dict``/``load_state_dict`` (torchdata, litdata, the user's own): its own state.
+``dataset``   a `DataLoader` without workers over an iterable dataset that has ``state_dict``/``load_state_dict``.
+``replay``    any other iterable: fetched again from the start of the pass and thrown away up to the position, said
+              loudly, and checked: the last batch thrown away must equal, by digest, the last one trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import GeneratorType
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ft import _rng
+from lightning_ft._order import IndexSource, SamplerState, SeededDataset
+from lightning_ft.errors import RestoreError
+
+_log = logging.getLogger(__name__)
+_PROGRESS_BATCHES = 1000  # a line of progress per so many batches thrown away
+
+
+class Tracker:
+    """Where one loader stands: which pass, how many batches of it were delivered, and how to get there again.
+
+    Args:
+        index: Place of the loader among the loaders of the run.
+        root_seed: Seed of the run on this rank.
+        rank: This rank; ranks augment differently even where they draw the same order.
+        seed_batches: Whether batches carry seeds (``FaultTolerantCheckpoint(seed_workers=...)``).
+        number_pass: Numbers the passes by something else than how many there were (a validation by when it runs).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        root_seed: int,
+        rank: int,
+        seed_batches: bool,
+        number_pass: Callable[[], int] | None = None,
+    ) -> None:
+        self._index = index
+        self._root_seed = root_seed
+        self._rank = rank
+        self._seed_batches = seed_batches
+        self._number_pass = number_pass
+        self._resume: dict[str, Any] | None = None
+        self._loader: Any = None
+        self.kind = ""
+        self.passes = 0  # begun since the run began
+        self.cycles = -1  # begun since the epoch began, less one
+        self.delivered = 0
+        self.exhausted = False
+        self._digest: str | None = None
+        self._samplers: SamplerState | None = None
+        self._order_state: dict[str, Any] = {}
+        self._fetching: _rng.Stream | None = None
+        self._dataset: SeededDataset | None = None
+
+    def attach(self, loader: Any) -> None:
+        """This tracker speaks for `loader` (the original, not the tracked one)."""
+        self._loader = loader
+        self.kind = kind_of(loader)
+        self._samplers = SamplerState(loader) if isinstance(loader, DataLoader) else None
+
+    def describe(self) -> dict[str, Any]:
+        """What a position in this loader depends on."""
+        loader = self._loader
+        facts: dict[str, Any] = {"type": type(loader).__name__}
+        if isinstance(loader, DataLoader):
+            facts["batch size"] = loader.batch_size
+            facts["drop_last"] = loader.drop_last
+            facts["sampler"] = type(loader.sampler).__name__
+            facts["dataset length"] = _length(loader.dataset)
+        facts["batches"] = _length(loader)
+        return facts
+
+    # -- position ------------------------------------------------------------------------------------------------
+
+    def position(self, *, epoch_over: bool) -> dict[str, Any]:
+        """Where the loader stands after everything it has delivered, as plain data.
+
+        Args:
+            epoch_over: The epoch is complete: the next batch asked for begins a new pass.
+        """
+        state: dict[str, Any] = {
+            "kind": self.kind,
+            "root_seed": self._root_seed,
+            "passes": self.passes,
+            "cycles": self.cycles,
+            "delivered": self.delivered,
+            "exhausted": self.exhausted,
+            "epoch_over": epoch_over,
+            "digest": self._digest,
+        }
+        if self._samplers is not None:
+            # A pass is drawn again from where its samplers stood when it began; the next pass from where they are.
+            state["samplers"] = self._samplers.capture() if epoch_over else self._order_state
+        if self.kind == "stateful":
+            state["state"] = copy.deepcopy(self._loader.state_dict())
+        elif self.kind == "dataset":
+            state["state"] = copy.deepcopy(self._loader.dataset.state_dict())
+        if self._fetching is not None and self.kind in ("stateful", "dataset"):
+            state["fetching"] = self._fetching.state
+        return state
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """The next pass opened continues at `state` (of `position`); nothing is fetched before that.
+
+        Raises:
+            RestoreError: `state` was taken from another kind of loader.
+        """
+        if state["kind"] != self.kind:
+            raise RestoreError(
+                f"train dataloader {self._index}: the checkpoint holds the position of a {state['kind']!r} loader, "
+                f"this run has a {self.kind!r} one ({type(self._loader).__name__}). Use the loader of the run that "
+                "saved it, or start at an epoch's end with strict=False."
+            )
+        self._resume = state
+        self._root_seed = state["root_seed"]
+
+    def begin_epoch(self) -> None:
+        """Passes are counted anew: a loader that is cycled within an epoch is told from one that is in its first."""
+        self.cycles = -1
+
+    # -- iteration -----------------------------------------------------------------------------------------------
+
+    def open(self, create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """A pass over the loader is open, new or where `resume` said, and the iterator stands before its next batch."""
+        state, self._resume = self._resume, None
+        if state is None or state["epoch_over"]:
+            return self._open_next(state, create)
+        return self._open_at(state, create)
+
+    def _open_next(self, state: dict[str, Any] | None, create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        if state is not None:
+            self.passes = state["passes"]
+            self._load(state)
+            if self.kind == "stateful":
+                self._leave_pass(create)
+        self.passes = self.passes + 1 if self._number_pass is None else self._number_pass()
+        self.cycles += 1
+        self.delivered = 0
+        self.exhausted = False
+        self._digest = None
+        if self._samplers is not None:
+            self._order_state = self._samplers.capture()
+        return self._create(create, None)
+
+    def _open_at(self, state: dict[str, Any], create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        self.passes = state["passes"]
+        self.cycles = state["cycles"]
+        self.delivered = state["delivered"]
+        self.exhausted = state["exhausted"]
+        self._digest = state["digest"]
+        self._load(state)
+        if self._samplers is not None:
+            self._order_state = state["samplers"]
+        iterator = self._create(create, state.get("fetching"))
+        if self.kind == "replay":
+            self._replay(iterator, state)
+        return iterator
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if self._samplers is not None:
+            self._samplers.restore(state["samplers"])
+        if self.kind == "stateful":
+            self._loader.load_state_dict(state["state"])
+        elif self.kind == "dataset":
+            self._loader.dataset.load_state_dict(state["state"])
+
+    def _leave_pass(self, create: Callable[[], Iterator[Any]]) -> None:
+        # The state was taken at the last batch of an epoch, and says so; what the run did next was to ask for another
+        # iterator. Doing the same leaves the old pass behind: taking the first iterator for the new epoch would give
+        # an epoch without batches. A generator reads its position when it first runs.
+        old = self._create(create, None)
+        if isinstance(old, GeneratorType):
+            next(old, None)
+
+    def reopen(self, create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The pass just opened, which turned out to be the end of the one before, is opened anew."""
+        self.exhausted = False
+        return self._create(create, None)
+
+    def _create(self, create: Callable[[], Iterator[Any]], fetching: dict[str, Any] | None) -> Iterator[Any]:
+        in_main = not getattr(self._loader, "num_workers", 0)
+        if self._dataset is not None:
+            self._dataset.reseed(self._seed("batch", self._rank))
+        self._fetching = _rng.Stream(self._seed("fetch", self._rank), fetching) if in_main else None
+        with _rng.Stream(self._seed("create", self._rank)).active():
+            return create()
+
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """The next batch, drawn from the loader's own random stream where the main process makes it."""
+        try:
+            if self._fetching is None:
+                batch = next(iterator)
+            else:
+                with self._fetching.active():
+                    batch = next(iterator)
+        except StopIteration:
+            self.exhausted = True
+            raise
+        self.delivered += 1
+        if self.kind == "replay":
+            self._digest = digest(batch)
+        return batch
+
+    def _replay(self, iterator: Iterator[Any], state: dict[str, Any]) -> None:
+        total = state["delivered"]
+        if not total and not state["exhausted"]:
+            return
+        name = type(getattr(self._loader, "dataset", self._loader)).__name__
+        _log.warning(
+            "train dataloader %d (%s) keeps no state: fetching %d batches again to reach its position. Give it "
+            "state_dict/load_state_dict to skip this.", self._index, name, total,
+        )  # fmt: skip
+        self.delivered = 0
+        for count in range(1, total + 1):
+            try:
+                self.fetch(iterator)
+            except StopIteration:
+                raise RestoreError(
+                    f"train dataloader {self._index} ({name}) ended after {count - 1} batches on replay, and {total} "
+                    "had been trained: it does not repeat itself and keeps no state, so it cannot be resumed."
+                ) from None
+            if count % _PROGRESS_BATCHES == 0:
+                _log.warning("train dataloader %d: %d of %d batches fetched again", self._index, count, total)
+        if state["digest"] is not None and self._digest != state["digest"]:
+            raise RestoreError(
+                f"train dataloader {self._index} ({name}): batch {total} fetched again is not the batch {total} that "
+                "was trained. The loader does not repeat itself and keeps no state, so its position cannot be "
+                "restored. Give it state_dict/load_state_dict."
+            )
+        if state["exhausted"]:
+            next(iterator, None)
+
+    # -- what a tracked loader's passes are made of --------------------------------------------------------------
+
+    def _seed(self, *purpose: int | str) -> int:
+        return _rng.mix(self._root_seed, self._index, self.passes, *purpose)
+
+    @contextmanager
+    def substituted(self, loader: Any) -> Iterator[None]:
+        """Inside, `loader` builds its iterator from seeded indices and a seeded dataset; afterwards it is as it was."""
+        # DataLoader.__setattr__ refuses these names after construction, hence the dictionary.
+        fields = vars(loader)
+        replaced: dict[str, Any] = {"generator": torch.Generator().manual_seed(self._seed("base"))}
+        if self.kind == "indexed":
+            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            seed_of = self._batch_seed if self._seed_batches else None
+            replaced[name] = IndexSource(getattr(loader, name), self._order_stream, seed_of, lambda: self.delivered)
+        if self._seed_batches and kind_of_dataset(loader) == "map":
+            self._dataset = SeededDataset(loader.dataset, self._seed("batch", self._rank))
+            replaced["dataset"] = self._dataset
+        kept = {name: fields[name] for name in replaced}
+        fields.update(replaced)
+        try:
+            yield
+        finally:
+            fields.update(kept)
+
+    def _order_stream(self) -> _rng.Stream:
+        return _rng.Stream(self._seed("order"))
+
+    def _batch_seed(self, ordinal: int) -> int:
+        return _rng.mix(self._seed("batch", self._rank), ordinal)
+
+
+class TrackedIterator:
+    """Iterator over a tracked loader that opens its pass at the first batch asked for.
+
+    Lightning asks for an iterator long before it asks for a batch: before the sampler's epoch is set, and before a
+    checkpoint is restored. An iterator opened then starts its workers on the wrong order, or a second time.
+    """
+
+    def __init__(self, tracker: Tracker, create: Callable[[], Iterator[Any]]) -> None:
+        self._tracker = tracker
+        self._create = create
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> TrackedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        fresh = self._iterator is None
+        if self._iterator is None:
+            self._iterator = self._tracker.open(self._create)
+        try:
+            return self._tracker.fetch(self._iterator)
+        except StopIteration:
+            if not fresh or self._tracker.delivered or self._tracker.kind not in ("stateful", "dataset"):
+                raise
+        # A loader with a state of its own that stood at the end of its data has now noticed; its next pass is the one
+        # that was asked for. Without this an epoch would silently have no batches.
+        self._iterator = self._tracker.reopen(self._create)
+        return self._tracker.fetch(self._iterator)
+
+
+def track(loader: Any, tracker: Tracker) -> Any:
+    """A loader that yields what `loader` yields and whose place `tracker` knows. `loader` itself is left as it is."""
+    original = getattr(loader, "_ft_original", loader)
+    tracker.attach(original)
+    if isinstance(original, DataLoader):
+        # A twin of the user's loader: same fields, a class that derives from its class. No constructor runs, since
+        # subclasses have constructors of their own.
+        cls = _tracked_class(type(original), tracker.kind)
+        tracked: Any = object.__new__(cls)
+        vars(tracked).update({**vars(original), "_ft_tracker": tracker, "_ft_original": original, "_iterator": None})
+        if tracker.kind == "stateful":
+            tracker._loader = tracked  # its state lives in the object that is iterated
+        return tracked
+    return (_TrackedStateful if tracker.kind == "stateful" else _TrackedIterable)(original, tracker)
+
+
+def kind_of(loader: Any) -> str:
+    """``stateful``, ``indexed``, ``dataset`` or ``replay``: see the module's first lines."""
+    if _is_stateful(loader):
+        return "stateful"
+    if not isinstance(loader, DataLoader):
+        return "replay"
+    if kind_of_dataset(loader) != "iterable":
+        return "indexed"
+    return "dataset" if loader.num_workers == 0 and _is_stateful(loader.dataset) else "replay"
+
+
+def kind_of_dataset(loader: DataLoader[Any]) -> str:
+    """``iterable``, ``map``, or ``pipe`` for the deprecated datapipes, whose graphs must not be wrapped."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return "iterable"
+    pipes = (getattr(torch.utils.data, "MapDataPipe", ()), getattr(torch.utils.data, "IterDataPipe", ()))
+    return "pipe" if isinstance(dataset, pipes) else "map"
+
+
+def digest(batch: Any) -> str | None:
+    """A digest of a batch's bits; None when it holds something that cannot be pickled."""
+    hasher = xxhash.xxh3_128()
+    try:
+        _update(hasher, batch)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None
+    return hasher.hexdigest()
+
+
+def _update(hasher: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        hasher.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        hasher.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")
+    elif isinstance(value, dict):
+        for key in value:
+            hasher.update(repr(key).encode())
+            _update(hasher, value[key])
+    elif isinstance(value, (list, tuple)):
+        hasher.update(f"{type(value).__name__}{len(value)}".encode())
+        for item in value:
+            _update(hasher, item)
+    else:
+        hasher.update(pickle.dumps(value, protocol=4))
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+class _TrackedDataLoader:
+    """Mixed in before the class of a `DataLoader`."""
+
+    _ft_tracker: Tracker
+
+    def __iter__(self) -> TrackedIterator:
+        return TrackedIterator(self._ft_tracker, super().__iter__)  # type: ignore[misc]
+
+    def _get_iterator(self) -> Any:
+        with self._ft_tracker.substituted(self):
+            return super()._get_iterator()  # type: ignore[misc]
+
+
+class _Resumable:
+    """Tells Lightning that the position of this loader is kept, so that it does not warn of the opposite."""
+
+    _ft_tracker: Tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._ft_tracker.position(epoch_over=False)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ft_tracker.resume(state)
+
+
+def _tracked_class(original: type, kind: str) -> type:
+    bases: tuple[type, ...] = (_TrackedDataLoader, original)
+    if kind != "stateful":
+        bases = (_TrackedDataLoader, _Resumable, original)
+    return type(original.__name__, bases, {"__module__": original.__module__, "__qualname__": original.__qualname__})
+
+
+class _TrackedStateful:
+    """Stands before a loader that is no `DataLoader`; everything but iteration is the loader's own."""
+
+    def __init__(self, original: Any, tracker: Tracker) -> None:
+        self._ft_original = original
+        self._ft_tracker = tracker
+
+    def __iter__(self) -> TrackedIterator:
+        return TrackedIterator(self._ft_tracker, lambda: iter(self._ft_original))
+
+    def __len__(self) -> int:
+        return len(self._ft_original)  # TypeError where the original has no length, as Lightning expects
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_ft_"):
+            raise AttributeError(name)
+        return getattr(self._ft_original, name)
+
+
+class _TrackedIterable(_Resumable, _TrackedStateful):
+    """Stands before an iterable that keeps no state."""

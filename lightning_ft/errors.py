@@ -1,0 +1,140 @@
+"""Everything this package raises on its own account, in one tree.
+
+::
+
+    Exception
+    └── FaultToleranceError            anything below; catch this one to catch them all
+        ├── ConfigurationError         an argument cannot be right (also a ValueError)
+        ├── SaveError                  a checkpoint was not written; the ones before it are untouched
+        ├── CheckpointError            something on disk cannot be used
+        │   ├── CorruptCheckpointError     a file is damaged or incomplete
+        │   ├── NoUsableCheckpointError    there are checkpoints, and none of them is good
+        │   └── ManifestError              a manifest cannot be read or written
+        │       └── UnsupportedFormatError     written by a version this one cannot read
+        ├── RestoreError               a good checkpoint does not fit the present run
+        │   └── TopologyError              ... because the number of processes or their layout differs
+        ├── DirectoryInUseError        another live process writes into the directory
+        └── RankFailure                another rank failed and said so
+
+Every class survives pickling with its attributes and notes, because errors travel between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class FaultToleranceError(Exception):
+    """Root of every error of this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException would call `cls(*args)`, which fails for every class whose constructor does not take
+        # exactly what it passes on to `super().__init__`, subclasses written by users included.
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+def _rebuild(cls: type[FaultToleranceError], args: tuple[Any, ...], state: dict[str, Any]) -> FaultToleranceError:
+    """The error is as it was pickled, without its constructor having run again."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigurationError(FaultToleranceError, ValueError):
+    """An argument, a directory or a combination of options cannot be right; nothing was started."""
+
+
+class SaveError(FaultToleranceError):
+    """A save failed; no checkpoint of that name became visible because of it, older ones are untouched.
+
+    Attributes:
+        path: Final name the checkpoint would have had.
+        step: Optimizer step that was to be saved, if known by then.
+    """
+
+    def __init__(self, message: str, path: str = "", step: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.step = step
+
+
+class CheckpointError(FaultToleranceError):
+    """Something on disk cannot be used as a checkpoint."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is damaged or incomplete; take an older one.
+
+    Attributes:
+        path: The damaged file.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class NoUsableCheckpointError(CheckpointError):
+    """A directory holds checkpoints and none is good, so that starting from zero would lose work silently.
+
+    Attributes:
+        dirpath: The directory that was searched.
+        reasons: Each file with the reason why it cannot be used.
+    """
+
+    def __init__(self, dirpath: str, reasons: Iterable[tuple[str, str]]) -> None:
+        self.dirpath = dirpath
+        self.reasons = tuple((path, reason) for path, reason in reasons)
+        files = "".join(f"\n  {path}: {reason}" for path, reason in self.reasons)
+        super().__init__(
+            f"{dirpath} holds {len(self.reasons)} checkpoint(s) and none of them can be used:{files}\n"
+            "Repair or move these files away; with none of them left, training starts from the beginning."
+        )
+
+
+class ManifestError(CheckpointError):
+    """A manifest cannot be read, or does not fit where it has to be written."""
+
+
+class UnsupportedFormatError(ManifestError):
+    """A checkpoint needs a newer version of this package; it is intact and must not be deleted."""
+
+
+class RestoreError(FaultToleranceError):
+    """A good checkpoint does not fit the present run; no training step was taken from it."""
+
+
+class TopologyError(RestoreError):
+    """A checkpoint of one number of processes cannot be continued exactly on another.
+
+    Attributes:
+        saved: Number of processes that wrote it.
+        present: Number of processes now.
+    """
+
+    def __init__(self, message: str, saved: int = 0, present: int = 0) -> None:
+        super().__init__(message)
+        self.saved = saved
+        self.present = present
+
+
+class DirectoryInUseError(FaultToleranceError):
+    """Another live process, or another trainer of this one, writes checkpoints into the directory."""
+
+
+class RankFailure(FaultToleranceError):
+    """Another rank failed; raised on its peers, so that they stop with its reason and not in a timeout.
+
+    Attributes:
+        rank: The rank that failed.
+        message: Its error, as text.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} failed: {message}")
+        self.rank = rank
+        self.message = message

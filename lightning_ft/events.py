@@ -1,0 +1,199 @@
+"""What happened to a checkpoint, one frozen value per protocol step, and how to be told.
+
+The events that a save or a rotation emits are also the points at which the drill and the crash tests kill
+the process (`KILL_POINTS`), so that there is no second list to forget.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something happened to the checkpoint `path`, or in the directory `path`."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class SaveStarted(Event):
+    """A save was begun; nothing is on disk yet."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class SaveSkipped(Event):
+    """A due save was not begun."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class AttemptOpened(Event):
+    """The file `attempt` exists and is empty; nothing of the final name."""
+
+    attempt: str
+
+
+@dataclass(frozen=True)
+class DataWritten(Event):
+    """Every byte, the manifest included, was handed to the operating system; none is known to be durable."""
+
+    attempt: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class DataSynced(Event):
+    """The bytes of the attempt survive a power loss; on an object store, the object is published."""
+
+    attempt: str
+
+
+@dataclass(frozen=True)
+class Renamed(Event):
+    """The final name is visible and complete; the directory entry may still be lost with the power."""
+
+
+@dataclass(frozen=True)
+class Committed(Event):
+    """The checkpoint is durable under its final name."""
+
+    step: int
+    generation: str
+    size_bytes: int
+    secs: float
+
+
+@dataclass(frozen=True)
+class SaveFailed(Event):
+    """The save was given up; older checkpoints are untouched."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class DeleteStarted(Event):
+    """The checkpoint is about to be deleted; it is still complete."""
+
+
+@dataclass(frozen=True)
+class DeleteHidden(Event):
+    """The checkpoint can no longer be found under its name; its data is still there."""
+
+
+@dataclass(frozen=True)
+class Deleted(Event):
+    """The data of the checkpoint is gone."""
+
+
+@dataclass(frozen=True)
+class DeleteSkipped(Event):
+    """The checkpoint was to be deleted and was not."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeftoverRemoved(Event):
+    """A file that a killed process left behind under a hidden name is gone."""
+
+
+@dataclass(frozen=True)
+class PassedOver(Event):
+    """A checkpoint was looked at for resuming and cannot be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resumed(Event):
+    """Training continues from the checkpoint."""
+
+    step: int
+
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    cls.__name__: cls
+    for cls in (
+        SaveStarted,
+        SaveSkipped,
+        AttemptOpened,
+        DataWritten,
+        DataSynced,
+        Renamed,
+        Committed,
+        SaveFailed,
+        DeleteStarted,
+        DeleteHidden,
+        Deleted,
+        DeleteSkipped,
+        LeftoverRemoved,
+        PassedOver,
+        Resumed,
+    )
+}
+
+# In the order in which a save with a rotation emits them. Object stores have no `Renamed`, nor `DeleteHidden`
+# for a single file.
+KILL_POINTS: tuple[str, ...] = (
+    "SaveStarted",
+    "AttemptOpened",
+    "DataWritten",
+    "DataSynced",
+    "Renamed",
+    "Committed",
+    "DeleteStarted",
+    "DeleteHidden",
+    "Deleted",
+)
+
+_lock = threading.Lock()
+_observers: tuple[Callable[[Event], None], ...] = ()
+
+
+def observe(callback: Callable[[Event], None]) -> Callable[[], None]:
+    """`callback` is called with every event from now on, in the thread that emits it.
+
+    What it raises reaches the emitter: an observer can make a save fail, which is what fault injection needs.
+
+    Thread: any.
+
+    Returns:
+        A function that ends the registration; calling it again does nothing.
+    """
+    global _observers
+    # A wrapper of its own identity, so that one callback registered twice can be un-registered once.
+    registered = [callback]
+
+    def call(event: Event) -> None:
+        registered[0](event)
+
+    def stop() -> None:
+        global _observers
+        with _lock:
+            _observers = tuple(observer for observer in _observers if observer is not call)
+
+    with _lock:
+        _observers = (*_observers, call)
+    return stop
+
+
+def emit(event: Event) -> None:
+    """Every observer has seen `event`, in the order of registration, or the first error is raised.
+
+    Thread: main / writer. Observers run outside the lock: one may emit, observe or un-register.
+    """
+    # Logged first: an observer may be the one that kills the process here.
+    logger.debug("%s", event)
+    for observer in _observers:
+        observer(event)

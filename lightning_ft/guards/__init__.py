@@ -1,0 +1,25 @@
+"""Guards: watch a run and say when it should stop. Plain values that the callback polls at every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a guard wants: the run saves at the next boundary and stops, on all ranks at the same step."""
+
+    reason: str
+    """Why, for the log and the checkpoint's manifest; one line."""
+
+
+@runtime_checkable
+class Guard(Protocol):
+    """Something that may want the run to stop."""
+
+    def poll(self, step: int) -> Verdict | None:
+        """What the guard says before the batch after `step`.
+
+        Ranks: all; one rank's verdict stops all of them. Thread: main. Must not block and must not communicate.
+        """

@@ -1,0 +1,252 @@
+"""The manifest: what a checkpoint says about itself, and how it is sealed into the end of the file.
+
+The file format is the contract (see FORMAT.md), the classes are not. A single-file checkpoint is an ordinary
+zip archive written by `torch.save`; its archive comment is the manifest as JSON. `digest` covers every byte
+before the end-of-archive record, the seal covers that record and the comment, so no bit is uncovered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import xxhash
+
+from lightning_ft._names import FORMAT_VERSION
+from lightning_ft.errors import CorruptCheckpointError, ManifestError, UnsupportedFormatError
+
+EOCD_BYTES = 22
+EOCD_SIGNATURE = b"PK\x05\x06"
+MAX_COMMENT_BYTES = 65535
+TAIL_BYTES = EOCD_BYTES + MAX_COMMENT_BYTES
+
+# Features that a reader must understand to use a checkpoint rightly; none so far.
+KNOWN_FEATURES: frozenset[str] = frozenset()
+
+_MAGIC = b'"lightning_ft":'
+_SEAL = re.compile(rb'"seal":"([0-9a-f]{32})"\}\Z')
+_SEAL_KEY = b'"seal":"'
+_SEAL_ENDING_BYTES = 32 + len(b'"}')
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint says about itself; on disk, the names of the fields are the keys."""
+
+    generation: str
+    """Identity of this save, never used twice (uuid, 32 hexadecimal digits)."""
+    run_id: str
+    """Identity of the run: every checkpoint that continues another one carries the same."""
+    start: int
+    """How many times training into this directory was started; a later start supersedes an earlier one."""
+    step: int
+    """Optimizer steps taken."""
+    batch: int
+    """Batches trained in total; grows by one per batch, also within a gradient accumulation."""
+    epoch: int
+    reason: str
+    """Why it was saved: "periodic", "epoch_end", "train_end", "user", ..."""
+    boundary: str
+    """Where in the loop: "step", "epoch" or "none"."""
+    created: str
+    """ISO 8601, UTC. For people: clocks of different machines never decide anything."""
+    size_bytes: int
+    """Number of bytes before the end-of-archive record."""
+    digest: str
+    """xxh3-128 of these bytes, hexadecimal."""
+    parent: str | None = None
+    """Generation that training was resumed from."""
+    versions: dict[str, str] = field(default_factory=dict)
+    topology: dict[str, int | str] = field(default_factory=dict)
+    metrics: dict[str, float | int] = field(default_factory=dict)
+    """Timings and the like, for people."""
+    requires: tuple[str, ...] = ()
+    """Features that a reader must understand to use this checkpoint rightly."""
+    format: int = FORMAT_VERSION
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_str(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list_of_str(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "format": (_is_int, "an integer"),
+    "generation": (_is_str, "a string"),
+    "run_id": (_is_str, "a string"),
+    "start": (_is_int, "an integer"),
+    "step": (_is_int, "an integer"),
+    "batch": (_is_int, "an integer"),
+    "epoch": (_is_int, "an integer"),
+    "reason": (_is_str, "a string"),
+    "boundary": (_is_str, "a string"),
+    "created": (_is_str, "a string"),
+    "size_bytes": (_is_int, "an integer"),
+    "digest": (_is_str, "a string"),
+    "parent": (lambda value: value is None or _is_str(value), "a string or null"),
+    "versions": (_is_mapping, "an object"),
+    "topology": (_is_mapping, "an object"),
+    "metrics": (_is_mapping, "an object"),
+    "requires": (_is_list_of_str, "a list of strings"),
+}
+_OPTIONAL = frozenset({"parent", "versions", "topology", "metrics", "requires"})
+
+
+def to_json(manifest: Manifest) -> str:
+    """The manifest as one line of ASCII JSON."""
+    values: dict[str, object] = {"lightning_ft": "checkpoint"}
+    values.update((item.name, getattr(manifest, item.name)) for item in fields(manifest))
+    # JSON has no word for NaN and infinity, and a number for people must not make a save fail.
+    values["metrics"] = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
+    try:
+        return json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ManifestError(f"manifest of step {manifest.step} cannot be written as JSON: {error}") from error
+
+
+def from_json(text: str) -> Manifest:
+    """The manifest that `to_json` wrote; keys that this version does not know are ignored.
+
+    Raises:
+        UnsupportedFormatError: The format is newer, or a required feature is unknown.
+        ManifestError: This is no JSON object, keys are missing, or values are of the wrong kind.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ManifestError(f"manifest is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ManifestError("manifest is not a JSON object")
+    _refuse_newer(values)
+    missing = [name for name in _CHECKS if name not in values and name not in _OPTIONAL]
+    if missing:
+        raise ManifestError(f"manifest lacks {', '.join(missing)}")
+    known: dict[str, Any] = {name: values[name] for name in _CHECKS if name in values}
+    wrong = [f"{name} is not {_CHECKS[name][1]}" for name, value in known.items() if not _CHECKS[name][0](value)]
+    if wrong:
+        raise ManifestError(f"manifest is malformed: {', '.join(wrong)}")
+    if "requires" in known:
+        known["requires"] = tuple(known["requires"])
+    return Manifest(**known)
+
+
+def _refuse_newer(values: Mapping[str, object]) -> None:
+    """The format and every required feature are known; checked before anything else is looked at."""
+    version, requires = values.get("format"), values.get("requires", [])
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            f"format {version} is newer than {FORMAT_VERSION}, the newest this lightning-ft reads; upgrade it"
+        )
+    if isinstance(requires, list):
+        unknown = [str(name) for name in requires if name not in KNOWN_FEATURES]
+        if unknown:
+            raise UnsupportedFormatError(
+                f"needs {', '.join(unknown)}, which this lightning-ft does not know; upgrade it"
+            )
+
+
+def seal(eocd: bytes, manifest: Manifest) -> bytes:
+    """The bytes that must end the file in place of `eocd`: the same record, now with the sealed manifest.
+
+    Args:
+        eocd: The 22 bytes of an end-of-central-directory record without a comment.
+        manifest: Its `size_bytes` and `digest` are those of everything before that record.
+
+    Raises:
+        ManifestError: `eocd` is no such record, or the manifest is too long for a zip comment.
+    """
+    if len(eocd) != EOCD_BYTES or not eocd.startswith(EOCD_SIGNATURE) or eocd[-2:] != b"\0\0":
+        raise ManifestError("the archive does not end in an end-of-archive record without a comment")
+    blank = (to_json(manifest)[:-1] + f',"seal":"{"0" * 32}"}}').encode("ascii")
+    if len(blank) > MAX_COMMENT_BYTES:
+        raise ManifestError(
+            f"manifest of step {manifest.step} takes {len(blank)} bytes, a zip comment holds"
+            f" {MAX_COMMENT_BYTES}: record fewer versions, topology entries or metrics"
+        )
+    unsealed = eocd[:-2] + len(blank).to_bytes(2, "little") + blank
+    value = xxhash.xxh3_128_hexdigest(unsealed).encode("ascii")
+    return unsealed[:-_SEAL_ENDING_BYTES] + value + b'"}'
+
+
+def parse_tail(tail: bytes, total_bytes: int, path: str) -> Manifest | None:
+    """The manifest in the last bytes of a file, or None if the file is a zip archive of somebody else.
+
+    The seal is checked before anything in the manifest is believed, whatever its format version.
+
+    Args:
+        tail: The last `min(total_bytes, TAIL_BYTES)` bytes.
+        total_bytes: Size of the whole file.
+        path: For messages.
+
+    Raises:
+        CorruptCheckpointError: Truncated, no zip archive, a broken seal, or of another size than sealed.
+        UnsupportedFormatError: Intact, but written by a newer version.
+        ManifestError: The seal holds, yet the manifest is malformed.
+    """
+    record = _find_end_record(tail)
+    if record is None:
+        raise CorruptCheckpointError(path, "truncated or not a zip archive")
+    comment = record[EOCD_BYTES:]
+    # Either mark makes it ours, so that damage to one of them cannot pass the file off as foreign.
+    if _MAGIC not in comment and _SEAL_KEY not in comment:
+        return None
+    match = _SEAL.search(comment)
+    if match is None:
+        raise CorruptCheckpointError(path, "manifest is damaged: it does not end in a seal")
+    unsealed = record[:-_SEAL_ENDING_BYTES] + b"0" * 32 + b'"}'
+    if xxhash.xxh3_128_hexdigest(unsealed).encode("ascii") != match[1]:
+        raise CorruptCheckpointError(path, "manifest is damaged: its seal does not match")
+    manifest = from_json(comment.decode("ascii"))
+    size_bytes = total_bytes - len(record)
+    if manifest.size_bytes != size_bytes:
+        raise CorruptCheckpointError(path, f"has {size_bytes} bytes of data, {manifest.size_bytes} were written")
+    return manifest
+
+
+def _find_end_record(tail: bytes) -> bytes | None:
+    """The end-of-archive record with its comment, which must reach exactly to the end of `tail`."""
+    offset = tail.rfind(EOCD_SIGNATURE)
+    while offset != -1:
+        end = offset + EOCD_BYTES
+        if end <= len(tail) and end + int.from_bytes(tail[end - 2 : end], "little") == len(tail):
+            return tail[offset:]
+        # Also found inside a comment of somebody else, or inside the data.
+        offset = tail.rfind(EOCD_SIGNATURE, 0, offset + len(EOCD_SIGNATURE) - 1)
+    return None
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What is known of one checkpoint file without reading its data."""
+
+    path: str
+    name: str
+    size_bytes: int
+    manifest: Manifest | None
+    problem: str | None
+    """Why it is not good, None if it is, to the depth that was asked for."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What is newer compares greater; without a manifest, older than everything.
+
+        The start comes first: after going back to an earlier step, the counters are smaller, the state newer.
+        """
+        if self.manifest is None:
+            return (-1, -1, -1)
+        return (self.manifest.start, self.manifest.batch, self.manifest.step)

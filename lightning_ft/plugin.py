@@ -1,0 +1,292 @@
+"""The `CheckpointIO` through which every checkpoint of a run passes, whoever asks for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from typing_extensions import override
+
+from lightning_ft import _names, discovery, events
+from lightning_ft.__about__ import __version__
+from lightning_ft._engine import SaveTask, Writer
+from lightning_ft._snapshot import not_weights_only, snapshot
+from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
+from lightning_ft.manifest import Manifest
+from lightning_ft.state import versions
+from lightning_ft.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+KEY = "lightning_ft"
+"""The one key this package adds to Lightning's checkpoint dictionary."""
+
+GIVE_UP_AFTER = 3
+"""Failed saves in a row after which a run stops, whatever `on_error` says: it is running without a net."""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What our callback tells the plugin about a save, through `Trainer.save_checkpoint(storage_options=...)`."""
+
+    on_commit: Callable[[Manifest], None] | None = field(default=None)
+
+
+class FaultTolerantCheckpointIO(CheckpointIO):
+    """Writes checkpoints in the background, atomically and with a checksum over every bit; reads them verified.
+
+    Give it to ``Trainer(plugins=[...])`` to set options; `FaultTolerantCheckpoint` installs one with defaults
+    otherwise. It serves the user's own `ModelCheckpoint` as well. When `save_checkpoint` returns, nothing the
+    training does changes what will be in the file; the file appears under its name when it is complete and synced.
+
+    Ranks: the strategy calls save and remove on rank 0 alone, load on all ranks.
+
+    Args:
+        async_save: Write in a background thread. If False, saving blocks until the checkpoint is durable.
+        staging: When the copy of the state has to be finished: ``"blocking"`` before `save_checkpoint` returns,
+            ``"overlap"`` at the latest before the next optimizer step. This version copies at once for both.
+        when_busy: What a due save does while another one waits behind the one being written: ``"wait"`` for it, or
+            ``"skip"`` and try again at the next step. Saves asked for by other callbacks always wait.
+        verify: What is checked before a checkpoint is used: ``"full"`` every byte against its digest, ``"size"`` the
+            manifest and the size, ``"off"`` nothing.
+        on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
+            there and the run goes on; the third failure in a row stops it.
+        retries: How often a write is tried again after an error that may pass (timeouts, connections, busy storage).
+        storage_options: Arguments for the fsspec file system behind a URL.
+
+    Raises:
+        ConfigurationError: An argument has a value it cannot have.
+    """
+
+    def __init__(
+        self,
+        *,
+        async_save: bool = True,
+        staging: Literal["overlap", "blocking"] = "overlap",
+        when_busy: Literal["wait", "skip"] = "wait",
+        verify: Literal["full", "size", "off"] = "full",
+        on_error: Literal["raise", "warn"] = "raise",
+        retries: int = 3,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        _require("async_save", async_save, (True, False))
+        _require("staging", staging, ("overlap", "blocking"))
+        _require("when_busy", when_busy, ("wait", "skip"))
+        _require("verify", verify, ("full", "size", "off"))
+        _require("on_error", on_error, ("raise", "warn"))
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise ConfigurationError(f"retries={retries!r}: must be an integer of at least 0")
+        if storage_options is not None and not isinstance(storage_options, dict):
+            raise ConfigurationError(f"storage_options={storage_options!r}: must be a dictionary or None")
+        self.async_save = async_save
+        self.staging = staging
+        self.when_busy = when_busy
+        self.verify = verify
+        self.on_error = on_error
+        self.retries = retries
+        self.storage_options = storage_options
+        self.reports_failures = True
+        """Whether this plugin raises failures itself; False while a callback reports them on all ranks."""
+        self.require_weights_only = False
+        """Whether a checkpoint that ``torch.load(weights_only=True)`` would refuse is a failed save."""
+        self._storage = Storage(storage_options)
+        self._writer: Writer | None = None
+        self._own_directories: set[str] = set()
+        self._loaded_path: str | None = None
+        self._verified: str | None = None
+        self._warned_unsafe = False
+
+    @property
+    def writer(self) -> Writer:
+        """The background writer of this process."""
+        if self._writer is None:  # made late: the plugin is pickled into processes that Lightning spawns
+            self._writer = Writer(self._storage, self.retries)
+        return self._writer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_writer": None}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """`checkpoint` is copied and will be written to `path`; what is under `path` now stays until then.
+
+        Thread: main. Blocks on: the copy, and on a save that waits already. On disk after: nothing yet (with
+        ``async_save=False``: the checkpoint).
+
+        Raises:
+            ConfigurationError: `storage_options` is given by anybody but our callback; they belong to the plugin.
+            SaveError: An earlier save failed and no `FaultTolerantCheckpoint` is there to report it.
+        """
+        if storage_options is not None and not isinstance(storage_options, SaveOptions):
+            raise ConfigurationError(
+                f"storage_options={storage_options!r}: give them to FaultTolerantCheckpointIO(storage_options=...), "
+                "so that loading and removing use them too"
+            )
+        self._report()
+        path = _names.normalise(path)
+        manifest = _manifest(checkpoint)
+        self._own_directories.add(_names.split(path)[0])
+        on_commit = storage_options.on_commit if storage_options is not None else None
+        try:
+            self._check_weights_only(checkpoint, path)
+            task = SaveTask(path, snapshot(checkpoint), manifest, on_commit)
+        except Exception as error:
+            self.writer.record_failure(path, manifest.step, error)
+        else:
+            if self.async_save:
+                self.writer.save(task)
+            else:
+                self.writer.save_now(task)
+        self._report()
+
+    @override
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The checkpoint at `path`, on the CPU, verified as deep as `verify` says before anything is unpickled.
+
+        A file without a manifest (plain Lightning wrote it) is loaded and said to be unverified.
+
+        Raises:
+            CorruptCheckpointError: The file is not what was written.
+            FileNotFoundError: There is no such file.
+        """
+        path = _names.normalise(path)
+        self.drain()
+        if not self._storage.exists(path):
+            raise FileNotFoundError(f"checkpoint not found: {path}")
+        manifest = self._verify(path)
+        with self._storage.open_read(path) as file:
+            checkpoint: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
+        if (
+            manifest is not None
+            and checkpoint.get(KEY, {}).get("generation", manifest.generation) != manifest.generation
+        ):
+            raise CorruptCheckpointError(path, "the state inside and the manifest are of different saves")
+        self._loaded_path = path
+        return checkpoint
+
+    @override
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """`path` is removed once everything submitted earlier is durable; after a failed save, not before a good one.
+
+        Kept instead, with a line that says so: the checkpoint this run was resumed from, and anything in a directory
+        this run has not saved into.
+        """
+        path = _names.normalise(path)
+        reason = None
+        if path == self._loaded_path:
+            reason = "this run was resumed from it"
+        elif _names.split(path)[0] not in self._own_directories:
+            reason = "this run has not written into its directory"
+        if reason is not None:
+            _log.info("%s is kept: %s", path, reason)
+            events.emit(events.DeleteSkipped(path, reason))
+            return
+        self.writer.remove(path)
+
+    def drain(self) -> None:
+        """Everything submitted is durable, or recorded as failed. Thread: main. Blocks on: the writer."""
+        if self._writer is not None:
+            self._writer.drain()
+
+    @override
+    def teardown(self) -> None:
+        """Everything submitted is durable or failed and no thread is left; the plugin can be used again.
+
+        Raises:
+            SaveError: A save failed and nobody has reported it yet (unless another error is on its way already).
+        """
+        if self._writer is None:
+            return
+        self._writer.close()
+        if sys.exc_info()[1] is None:
+            self._report()
+        elif (failure := self._writer.take_failure()) is not None:
+            _log.error("%s", failure)  # raising here would hide the error that ended the run
+        self._writer = None
+
+    def _report(self) -> None:
+        if not self.reports_failures or self._writer is None:
+            return
+        failure = self._writer.take_failure()
+        if failure is None:
+            return
+        if self.on_error == "raise" or self._writer.failures_in_a_row >= GIVE_UP_AFTER:
+            raise failure
+        _log.warning("%s", failure)
+
+    def mark_verified(self, path: str) -> None:
+        """`path` was verified in full by this process a moment ago; loading it does not hash it again."""
+        self._verified = path
+
+    def _verify(self, path: str) -> Manifest | None:
+        manifest, _ = self._storage.read_manifest(path)
+        if manifest is None:
+            _log.warning("%s has no manifest (plain Lightning wrote it?): loaded without verification", path)
+            return None
+        depth = "size" if self.verify == "full" and self._verified == path else self.verify
+        self._verified = None
+        if depth != "off":
+            info = discovery.verify(path, depth, self.storage_options)
+            if info.problem is not None:
+                raise CorruptCheckpointError(path, info.problem)
+        return manifest
+
+    def _check_weights_only(self, checkpoint: dict[str, Any], path: str) -> None:
+        problems = not_weights_only(checkpoint)
+        if not problems:
+            return
+        message = (
+            "it could not be loaded with weights_only=True, Lightning's default: " + "; ".join(problems[:5])
+            + ". Allow the type with torch.serialization.add_safe_globals, keep it out of the checkpoint, or use "
+            "FaultTolerantCheckpoint(strict=False) and fit(weights_only=False)"
+        )  # fmt: skip
+        if self.require_weights_only:
+            raise SaveError(message, path)
+        if not self._warned_unsafe:
+            _log.warning("%s: %s", path, message)
+            self._warned_unsafe = True
+
+
+def _manifest(checkpoint: dict[str, Any]) -> Manifest:
+    """The manifest of a save, complete but for size and digest."""
+    ours = checkpoint.get(KEY, {})
+    step = int(checkpoint.get("global_step", 0))
+    return Manifest(
+        generation=ours.get("generation", uuid.uuid4().hex),
+        run_id=ours.get("run_id", ""),
+        start=ours.get("start", 0),
+        step=ours.get("step", step),
+        batch=ours.get("batch", step),
+        epoch=int(checkpoint.get("epoch", 0)),
+        reason=ours.get("reason", "user"),
+        boundary=ours.get("boundary", "none"),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        parent=ours.get("parent"),
+        versions={
+            **versions(),
+            "lightning": str(checkpoint.get("pytorch-lightning_version", "")),
+            "lightning_ft": __version__,
+        },
+        topology={"world_size": ours.get("world_size", 1)},
+        metrics={},
+        size_bytes=0,
+        digest="",
+    )
+
+
+def _require(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
+        choices = ", ".join(repr(a) for a in allowed)
+        raise ConfigurationError(f"{name}={value!r}: must be one of {choices}")

@@ -1,0 +1,183 @@
+"""What every kind of storage promises, run over each of them."""
+
+from __future__ import annotations
+
+import io
+import uuid
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from lightning_ft import events
+from lightning_ft._names import join
+from lightning_ft.discovery import last_good, list_checkpoints, verify
+from lightning_ft.errors import SaveError
+from lightning_ft.manifest import Manifest
+from lightning_ft.storage import Storage
+
+
+@pytest.fixture(params=["local", "memory"])
+def dirpath(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "local":
+        yield str(tmp_path / "run")
+        return
+    url = f"memory://{uuid.uuid4().hex}/run"
+    yield url
+    fs = fsspec.filesystem("memory")
+    if fs.exists(url):
+        fs.rm(url, recursive=True)
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+def archive(data: bytes = b"weights") -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("archive/data.pkl", data)
+    return buffer.getvalue()
+
+
+def manifest(size_bytes: int, digest: str, step: int = 1) -> Manifest:
+    return Manifest(
+        generation=uuid.uuid4().hex, run_id="run", start=1, step=step, batch=step, epoch=0,
+        reason="periodic", boundary="step", created="", size_bytes=size_bytes, digest=digest,
+    )  # fmt: skip
+
+
+def save(storage: Storage, path: str, step: int = 1, data: bytes = b"weights") -> Manifest:
+    with storage.open_attempt(path) as attempt:
+        attempt.write(archive(data))
+        return attempt.commit(lambda size_bytes, digest: manifest(size_bytes, digest, step))
+
+
+def put(storage: Storage, path: str, data: bytes) -> None:
+    fsspec.filesystem("memory" if "://" in path else "file").pipe_file(path, data)
+
+
+def test_a_commit_is_visible_verified_and_alone(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "a.ckpt")
+    written = save(storage, path)
+    assert storage.listdir(dirpath) == ["a.ckpt"]
+    assert storage.exists(path)
+    found, size_bytes = storage.read_manifest(path)
+    assert found == written
+    assert size_bytes == storage.size(path)
+    assert storage.read_digest(path, written.size_bytes) == written.digest
+    assert verify(path).problem is None
+    with storage.open_read(path) as file, zipfile.ZipFile(file) as opened:
+        assert opened.read("archive/data.pkl") == b"weights"
+
+
+def test_nothing_is_visible_before_the_commit(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "a.ckpt")
+    with storage.open_attempt(path) as attempt:
+        attempt.write(archive(b"x" * (3 << 20)))
+        assert not storage.exists(path)
+        attempt.commit(manifest)
+    assert storage.exists(path)
+
+
+def test_an_abort_leaves_nothing_and_may_be_repeated(storage: Storage, dirpath: str) -> None:
+    attempt = storage.open_attempt(join(dirpath, "a.ckpt"))
+    attempt.write(b"x" * (3 << 20))
+    attempt.abort()
+    attempt.abort()
+    assert storage.listdir(dirpath) == []
+
+
+def test_an_abort_after_the_commit_does_nothing(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "a.ckpt")
+    attempt = storage.open_attempt(path)
+    attempt.write(archive())
+    attempt.commit(manifest)
+    attempt.abort()
+    assert verify(path).problem is None
+
+
+def test_a_failed_save_leaves_the_older_one_of_that_name(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "last.ckpt")
+    old = save(storage, path)
+    attempt = storage.open_attempt(path)
+    attempt.write(b"no archive, and nothing that could be one")
+    with pytest.raises(SaveError):
+        attempt.commit(manifest)
+    attempt.abort()
+    assert storage.read_manifest(path)[0] == old
+    assert storage.listdir(dirpath) == ["last.ckpt"]
+
+
+def test_a_second_save_of_a_name_replaces_the_first(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "last.ckpt")
+    save(storage, path, data=b"a long first one" * 100)
+    second = save(storage, path, step=2)
+    assert storage.read_manifest(path)[0] == second
+    assert verify(path).problem is None
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "already-gone"])
+def test_removing(storage: Storage, dirpath: str, again: bool) -> None:
+    path = join(dirpath, "a.ckpt")
+    save(storage, path)
+    save(storage, join(dirpath, "b.ckpt"))
+    storage.remove(path)
+    seen: list[events.Event] = []
+    stop = events.observe(seen.append)
+    try:
+        if again:
+            storage.remove(path)
+    finally:
+        stop()
+    assert storage.listdir(dirpath) == ["b.ckpt"]
+    skipped = [events.DeleteStarted(path), events.DeleteSkipped(path, "already gone")]
+    assert seen == (skipped if again else [])
+
+
+def test_removing_a_directory(storage: Storage, dirpath: str) -> None:
+    for name in ("manifest.json", "shard0", "sub/shard1"):
+        save(storage, join(dirpath, f"a.ckpt/{name}"))
+    storage.remove(join(dirpath, "a.ckpt"))
+    assert storage.listdir(dirpath) == []
+
+
+def test_what_does_not_exist(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "a.ckpt")
+    assert storage.listdir(dirpath) == []
+    assert not storage.exists(path)
+    assert storage.remove_leftovers(dirpath) == []
+    for ask in (storage.size, storage.read_manifest, storage.open_read):
+        with pytest.raises(FileNotFoundError):
+            ask(path)
+    assert verify(path).problem == "missing"
+    assert last_good(dirpath) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"x" * 100_000], ids=["empty", "one-byte", "larger-than-tail"])
+def test_what_is_no_checkpoint(storage: Storage, dirpath: str, data: bytes) -> None:
+    storage.probe(dirpath)
+    path = join(dirpath, "a.ckpt")
+    put(storage, path, data)
+    assert verify(path).problem == "truncated or not a zip archive"
+
+
+def test_a_directory_is_no_file(storage: Storage, dirpath: str) -> None:
+    save(storage, join(dirpath, "a.ckpt/shard0"))
+    with pytest.raises(IsADirectoryError):
+        storage.read_manifest(join(dirpath, "a.ckpt"))
+    assert verify(join(dirpath, "a.ckpt")).problem == "a directory, not a single-file checkpoint"
+
+
+def test_listings_are_fresh(storage: Storage, dirpath: str) -> None:
+    for step in range(3):
+        save(storage, join(dirpath, f"step=0000000{step}.ckpt"), step)
+        assert [info.manifest.step for info in list_checkpoints(dirpath) if info.manifest] == list(range(step, -1, -1))
+
+
+def test_a_probe_leaves_nothing(storage: Storage, dirpath: str) -> None:
+    storage.probe(dirpath)
+    assert storage.listdir(dirpath) == []
