@@ -9,14 +9,15 @@ STAMP := $(VENV)/.stamp
 PYTEST_WORKERS ?= 2
 
 # One thread per process: the tests start many, and threads that share two cores only wait for each other.
-test test-slow demo: export OMP_NUM_THREADS := 1
+test test-slow test-lowest demo: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow test-lowest lint bench clean
 
 help:
 	@echo "make demo       kill a training twice, restart it, compare every number with an uninterrupted run"
 	@echo "make test       the tests (test-slow: the long ones)"
+	@echo "make test-lowest  whole runs with the oldest supported Lightning"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      time of a save, beside Lightning's own and the limits of this machine"
 	@echo "make clean      remove caches and builds (not $(VENV))"
@@ -40,6 +41,17 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile
+
+# The oldest supported Lightning, in an environment of its own.
+LOWEST := .venv-lowest
+$(LOWEST)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LOWEST)
+	grep -vE '^(lightning|pytorch-lightning)==' constraints.txt >$(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/constraints.txt lightning==2.5.5 -e '.[test]'
+	@touch $@
+
+test-lowest: $(LOWEST)/.stamp
+	$(LOWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -p no:cacheprovider tests/trainer/test_exact.py
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

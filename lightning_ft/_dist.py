@@ -118,7 +118,7 @@ class Vote:
     def cast(self, **topics: int) -> None:
         """The ballot of this step is on its way. Ranks: all, once per step. Thread: main. Blocks on: nothing."""
         assert self._ballot is None, "a ballot is cast once per step and read before the next"
-        self._ballot = torch.tensor([topics.get(name, 0) for name in self.TOPICS], dtype=torch.int64)
+        self._ballot = torch.tensor([topics.get(name, 0) for name in self.TOPICS], dtype=torch.int64, device="cpu")
         if self._group is not None:
             self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
 

@@ -210,7 +210,7 @@ class Writer:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_transient),
             stop=tenacity.stop_after_attempt(self._retries + 1),
-            wait=tenacity.wait_exponential_jitter(initial=0.2, max=10.0),
+            wait=tenacity.wait_exponential(multiplier=0.2, max=10.0) + tenacity.wait_random(0.0, 1.0),
             before_sleep=tenacity.before_sleep_log(_log, logging.WARNING),
             reraise=True,
         )

@@ -118,6 +118,16 @@ def stops_here(trainer: pl.Trainer) -> bool:
     return bool(limit_reached or (trainer.should_stop and trainer.fit_loop._can_stop_early))
 
 
+def planned_steps(trainer: pl.Trainer) -> int | None:
+    """How many steps, as `progress` counts them, the run has at most; None if nobody knows."""
+    limits = [trainer.max_steps] if trainer.max_steps != -1 else []
+    if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
+        manual = not trainer.lightning_module.automatic_optimization
+        window = 1 if manual else trainer.accumulate_grad_batches
+        limits.append(int(trainer.max_epochs or 0) * math.ceil(trainer.num_training_batches / window))
+    return min(limits, default=None)
+
+
 def accumulating(trainer: pl.Trainer) -> bool:
     """Whether gradients of an unfinished accumulation window are held."""
     return bool(trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate())

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_ft import _rng
 from lightning_ft.errors import RestoreError
-
-try:
-    import numpy as np
-except ImportError:  # no numpy: no numpy generators to keep
-    np = None  # type: ignore[assignment]
 
 _SCALARS = (bool, int, float, str)
 
@@ -65,8 +71,9 @@ class IndexSource:
         with stream.active():
             items = iter(self._base)
             self._drop(items, ordinal)
+        once = _draws_only_at_start(self._base)
         while True:
-            with stream.active():
+            with contextlib.nullcontext() if once and ordinal else stream.active():
                 try:
                     item = next(items)
                 except StopIteration:
@@ -83,6 +90,14 @@ class IndexSource:
                     f"{type(self._base).__name__} yielded {dropped} batches, and {count} of this epoch had been "
                     "trained when the checkpoint was saved: the data or the batch size changed"
                 ) from None
+
+
+def _draws_only_at_start(sampler: Any) -> bool:
+    """Whether a sampler is known to draw from the global generators for its first item only."""
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    known = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    return type(sampler) in known
 
 
 class SeededDataset(Dataset[Any]):
@@ -129,7 +144,7 @@ class SeededDataset(Dataset[Any]):
 
 
 def _shared(value: int) -> torch.Tensor:
-    tensor = torch.tensor(value, dtype=torch.int64)
+    tensor = torch.tensor(value, dtype=torch.int64, device="cpu")  # whatever the default device is
     tensor.share_memory_()  # type: ignore[no-untyped-call]
     return tensor
 
@@ -193,9 +208,9 @@ def _capture_generator(value: Any) -> Any:
         return value.get_state().cpu()
     if isinstance(value, random.Random):
         return value.getstate()
-    if np is not None and isinstance(value, np.random.Generator):
+    if isinstance(value, np.random.Generator):
         return _plain(value.bit_generator.state)
-    if np is not None and isinstance(value, np.random.RandomState):
+    if isinstance(value, np.random.RandomState):
         return _plain(value.get_state(legacy=False))
     return None
 
@@ -205,9 +220,9 @@ def _restore_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate((state[0], tuple(state[1]), state[2]))
-    elif np is not None and isinstance(generator, np.random.Generator):
+    elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _unplain(state)
-    elif np is not None and isinstance(generator, np.random.RandomState):
+    elif isinstance(generator, np.random.RandomState):
         generator.set_state(_unplain(state))
     else:
         raise RestoreError(f"the checkpoint holds a random generator where this run has {type(generator).__name__}")

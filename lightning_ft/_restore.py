@@ -206,7 +206,7 @@ class Restore:
                 _loops.continue_without_restart(self._trainer)
             self._loaders.mark_consumed()
         self._loaders.resumed()
-        self._saved = None  # releases what of the checkpoint is still held
+        self._saved, self._rank_state = None, {}  # releases what of the checkpoint is still held
 
     def _say(self) -> None:
         path = self.report.path

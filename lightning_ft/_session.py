@@ -118,8 +118,12 @@ class Session:
         storage.probe(self._dirpath)
         self._lock = DirectoryLock(self._dirpath)
         self._lock.acquire()
-        storage.remove_leftovers(self._dirpath)
-        infos = list_checkpoints(self._dirpath, self._options)
+        try:
+            storage.remove_leftovers(self._dirpath)
+            infos = list_checkpoints(self._dirpath, self._options)
+        except BaseException:
+            self._lock.release()  # nobody closes a session that was never made
+            raise
         return {info.name for info in infos}, next_start(infos), uuid.uuid4().hex
 
     def close(self) -> None:
@@ -207,16 +211,22 @@ class Session:
     # -- hooks of the callback -----------------------------------------------------------------------------------
 
     def train_starts(self) -> None:
-        """Training begins: the clock of `train_time_interval` starts, and an interval that never comes is said."""
+        """Training begins: the clock of `train_time_interval` starts, and what may surprise is said."""
         self._saved_at = time.monotonic()
+        if self._start > 1 and self._restore is None and self._ranks.is_zero:
+            _log.warning(
+                'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" '
+                "will no longer choose them once this run has saved",
+                self._dirpath,
+            )
         trigger = self._settings.trigger
         every = trigger.every_n_train_steps
         if every is None or trigger != Trigger(every_n_train_steps=every) or not self._ranks.is_zero:
             return
-        total = self._trainer.estimated_stepping_batches
-        if every > total:
+        total = _loops.planned_steps(self._trainer)
+        if total is not None and every > total:
             _log.warning(
-                "every_n_train_steps=%d, but the run has %s steps: it is saved %s, and a crash before loses all of it",
+                "every_n_train_steps=%d, but the run has %d steps: it is saved %s, and a crash before loses all of it",
                 every, total, "only when training ends" if self._settings.save_on_train_end else "never",
             )  # fmt: skip
 
@@ -284,9 +294,7 @@ class Session:
         if votes.get("save_failed"):
             self._report_failure("training goes on")
         self._tell_of_commits()
-        if votes.get("stop"):
-            self._stopping = self._trainer.should_stop = True
-            ends_here = not progress.last_batch
+        self._stopping = self._stopping or bool(votes.get("stop"))
         facts = Facts(
             step=progress.step,
             epoch_finished=epoch_finished,
@@ -297,8 +305,11 @@ class Session:
             time_due=bool(votes.get("time_due")),
         )
         self._pending, reason = advance(self._settings.trigger, self._pending, facts)
-        if ends_here and self._settings.save_on_train_end:
-            reason = reason or ("stop" if self._stopping else "train_end")
+        if self._stopping and not facts.accumulating:
+            self._trainer.should_stop = True
+            reason = reason or "stop"  # whatever `save_on_train_end` says: the run is to be continued
+        elif ends_here and self._settings.save_on_train_end:
+            reason = reason or "train_end"
         elif reason is not None and votes.get("writer_busy") and self._skips_when_busy:
             events.emit(events.SaveSkipped(self._dirpath, progress.step, "a save waits behind the running one"))
             self._pending, reason = replace(self._pending, postponed=reason), None

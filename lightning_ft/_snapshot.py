@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 # What torch's weights-only unpickler accepts without being told; containers are walked, leaves are not.
-_PLAIN_LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
+_PLAIN_LEAVES = (str, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
+_PLAIN_INT_BITS = 2000  # longer ones have an encoding of their own, which that unpickler does not know
 
 
 def snapshot(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -28,8 +29,10 @@ def snapshot(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # wherever they hide in containers or objects that we do not walk ourselves.
     memo: dict[int, Any] = {}
     storages: dict[tuple[str, int], torch.UntypedStorage] = {}
-    for tensor in _tensors(checkpoint):
-        memo[id(tensor)] = _copy_tensor(tensor, storages)
+    found = _tensors(checkpoint)  # held until the end: an id is good as long as its object lives
+    for tensor in found:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _copy_tensor(tensor, storages)
     return copy.deepcopy(checkpoint, memo)
 
 
@@ -47,6 +50,8 @@ def not_weights_only(value: Any, path: str = "checkpoint") -> list[str]:
 
 
 def _leaf_problem(value: Any, path: str) -> list[str]:
+    if type(value) is int and value.bit_length() > _PLAIN_INT_BITS:
+        return [f"{path} is an int of {value.bit_length()} bits"]
     if type(value) in _PLAIN_LEAVES or type(value) in (Tensor, torch.nn.Parameter):
         return []
     if type(value) is tuple:
@@ -63,23 +68,39 @@ def _leaf_problem(value: Any, path: str) -> list[str]:
     return []
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from _tensors(v)
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _tensors(v)
+class _TensorFinder(pickle.Pickler):
+    """Finds the tensors that a pickle of a value would hold, in objects of whatever kind; keeps no bytes."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+        super().__init__(_Discard(), protocol=5, buffer_callback=lambda buffer: None)
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        self.found.append(value)
+        return ""
+
+
+class _Discard:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    finder = _TensorFinder()
+    with contextlib.suppress(Exception):  # what cannot be pickled fails when it is written, and is reported then
+        finder.dump(value)
+    return finder.found
 
 
 def _copy_tensor(tensor: Tensor, storages: dict[tuple[str, int], torch.UntypedStorage]) -> Tensor:
     source = tensor.detach()
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and source.layout == torch.strided
     if not plain or source.is_quantized or source.is_meta or source.is_conj() or source.is_neg():
-        # sparse, quantised and subclassed tensors have no single storage to share
-        return source.clone().cpu()
+        # sparse, quantised and subclassed tensors have no single storage to share, meta tensors no data to move
+        copied_tensor = source.clone() if source.is_meta else source.clone().cpu()
+        return copied_tensor.requires_grad_(tensor.requires_grad)
     storage = source.untyped_storage()
     key = (str(source.device), storage.data_ptr())
     copied = storages.get(key)
@@ -87,11 +108,11 @@ def _copy_tensor(tensor: Tensor, storages: dict[tuple[str, int], torch.UntypedSt
         copied = _copy_storage(storage)
         if storage.nbytes():  # every empty storage has address 0: nothing to share
             storages[key] = copied
-    target = torch.empty(0, dtype=source.dtype)
+    target = torch.empty(0, dtype=source.dtype, device="cpu")
     target.set_(copied, source.storage_offset(), source.size(), source.stride())
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(target, requires_grad=tensor.requires_grad)
-    return target
+    return target.requires_grad_(tensor.requires_grad)
 
 
 def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -93,6 +93,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
         self.dirpath = self._given_dirpath
+        self._others: list[ModelCheckpoint] = []
         self._session: Session | None = None
         self._ranks: Ranks | None = None
         self._chosen = ""
@@ -101,6 +102,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
         plugin = self._install_plugin(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -223,6 +225,18 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.last_model_path = path
         for logger in self._session.loggers:
             logger.after_save_checkpoint(proxy(self))
+
+    @property
+    def best_model_path(self) -> str:
+        """The best model of the first other `ModelCheckpoint`.
+
+        For ``ckpt_path="best"`` Lightning asks whichever checkpoint callback comes first, and that may be this one.
+        """
+        return self._others[0].best_model_path if self._others else ""
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        pass  # the base class sets it; this callback knows no best model
 
     @property
     @override

@@ -39,6 +39,7 @@ from lightning_ft.errors import RestoreError
 
 _log = logging.getLogger(__name__)
 _PROGRESS_BATCHES = 1000  # a line of progress per so many batches thrown away
+_END = object()
 
 
 class Tracker:
@@ -66,6 +67,7 @@ class Tracker:
         self._seed_batches = seed_batches
         self._number_pass = number_pass
         self._resume: dict[str, Any] | None = None
+        self._begun = False
         self._loader: Any = None
         self.kind = ""
         self.passes = 0  # begun since the run began
@@ -104,6 +106,8 @@ class Tracker:
         Args:
             epoch_over: The epoch is complete: the next batch asked for begins a new pass.
         """
+        if self._resume is not None:
+            return copy.deepcopy(self._resume)  # nothing was asked for since
         state: dict[str, Any] = {
             "kind": self.kind,
             "root_seed": self._root_seed,
@@ -111,12 +115,15 @@ class Tracker:
             "cycles": self.cycles,
             "delivered": self.delivered,
             "exhausted": self.exhausted,
-            "epoch_over": epoch_over,
+            "begun": self._begun,
+            "epoch_over": epoch_over or not self._begun,
             "digest": self._digest,
         }
         if self._samplers is not None:
             # A pass is drawn again from where its samplers stood when it began; the next pass from where they are.
-            state["samplers"] = self._samplers.capture() if epoch_over else self._order_state
+            state["samplers"] = self._samplers.capture() if state["epoch_over"] else self._order_state
+        if not self.passes:
+            return state  # a loader that was never begun is the one the script makes, and to ask some begins them
         if self.kind == "stateful":
             state["state"] = copy.deepcopy(self._loader.state_dict())
         elif self.kind == "dataset":
@@ -129,7 +136,7 @@ class Tracker:
         """The next pass opened continues at `state` (of `position`); nothing is fetched before that.
 
         Raises:
-            RestoreError: `state` was taken from another kind of loader.
+            RestoreError: `state` was taken from another kind of loader, or one with other samplers.
         """
         if state["kind"] != self.kind:
             raise RestoreError(
@@ -139,6 +146,9 @@ class Tracker:
             )
         self._resume = state
         self._root_seed = state["root_seed"]
+        if self._samplers is not None:
+            # Not when the pass is opened: by then Lightning has told the samplers which epoch it is.
+            self._samplers.restore(state["samplers"])
 
     def begin_epoch(self) -> None:
         """Passes are counted anew: a loader that is cycled within an epoch is told from one that is in its first."""
@@ -149,6 +159,7 @@ class Tracker:
     def open(self, create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """A pass over the loader is open, new or where `resume` said, and the iterator stands before its next batch."""
         state, self._resume = self._resume, None
+        self._begun = True
         if state is None or state["epoch_over"]:
             return self._open_next(state, create)
         return self._open_at(state, create)
@@ -157,8 +168,8 @@ class Tracker:
         if state is not None:
             self.passes = state["passes"]
             self._load(state)
-            if self.kind == "stateful":
-                self._leave_pass(create)
+            if self.kind == "stateful" and state["begun"] and not _leaves_by_itself(state["state"]):
+                self._leave_pass(create, state["state"])
         self.passes = self.passes + 1 if self._number_pass is None else self._number_pass()
         self.cycles += 1
         self.delivered = 0
@@ -174,29 +185,33 @@ class Tracker:
         self.delivered = state["delivered"]
         self.exhausted = state["exhausted"]
         self._digest = state["digest"]
-        self._load(state)
         if self._samplers is not None:
+            self._samplers.restore(state["samplers"])
             self._order_state = state["samplers"]
+        self._load(state)
         iterator = self._create(create, state.get("fetching"))
         if self.kind == "replay":
             self._replay(iterator, state)
         return iterator
 
     def _load(self, state: dict[str, Any]) -> None:
-        if self._samplers is not None:
-            self._samplers.restore(state["samplers"])
-        if self.kind == "stateful":
-            self._loader.load_state_dict(state["state"])
-        elif self.kind == "dataset":
-            self._loader.dataset.load_state_dict(state["state"])
+        if "state" not in state:
+            return
+        owner = self._loader if self.kind == "stateful" else self._loader.dataset
+        owner.load_state_dict(state["state"])
 
-    def _leave_pass(self, create: Callable[[], Iterator[Any]]) -> None:
+    def _leave_pass(self, create: Callable[[], Iterator[Any]], state: Any) -> None:
         # The state was taken at the last batch of an epoch, and says so; what the run did next was to ask for another
         # iterator. Doing the same leaves the old pass behind: taking the first iterator for the new epoch would give
         # an epoch without batches. A generator reads its position when it first runs.
         old = self._create(create, None)
-        if isinstance(old, GeneratorType):
-            next(old, None)
+        if not isinstance(old, GeneratorType):
+            return
+        with _rng.Stream(self._seed("leave", self._rank)).active():
+            begun = next(old, _END) is not _END
+            old.close()
+        if begun:  # it saw by itself that its data had ended, and the batch is one of the new pass
+            self._loader.load_state_dict(state)
 
     def reopen(self, create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The pass just opened, which turned out to be the end of the one before, is opened anew."""
@@ -204,21 +219,20 @@ class Tracker:
         return self._create(create, None)
 
     def _create(self, create: Callable[[], Iterator[Any]], fetching: dict[str, Any] | None) -> Iterator[Any]:
-        in_main = not getattr(self._loader, "num_workers", 0)
         if self._dataset is not None:
             self._dataset.reseed(self._seed("batch", self._rank))
-        self._fetching = _rng.Stream(self._seed("fetch", self._rank), fetching) if in_main else None
+        self._fetching = _rng.Stream(self._seed("fetch", self._rank), fetching)
         with _rng.Stream(self._seed("create", self._rank)).active():
             return create()
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
-        """The next batch, drawn from the loader's own random stream where the main process makes it."""
+        """The next batch; where the main process makes it, from the loader's own random stream."""
+        assert self._fetching is not None, "fetch follows open"
         try:
-            if self._fetching is None:
+            # Entered with workers too, though they draw elsewhere: entering drops a value that numpy had cached, and
+            # that must not depend on the number of workers.
+            with self._fetching.active():
                 batch = next(iterator)
-            else:
-                with self._fetching.active():
-                    batch = next(iterator)
         except StopIteration:
             self.exhausted = True
             raise
@@ -247,7 +261,12 @@ class Tracker:
                 ) from None
             if count % _PROGRESS_BATCHES == 0:
                 _log.warning("train dataloader %d: %d of %d batches fetched again", self._index, count, total)
-        if state["digest"] is not None and self._digest != state["digest"]:
+        if total and state["digest"] is None:
+            _log.warning(
+                "train dataloader %d (%s): its batches cannot be pickled, so nothing checks that it repeats itself",
+                self._index, name,
+            )  # fmt: skip
+        elif self._digest != state["digest"]:
             raise RestoreError(
                 f"train dataloader {self._index} ({name}): batch {total} fetched again is not the batch {total} that "
                 "was trained. The loader does not repeat itself and keeps no state, so its position cannot be "
@@ -330,6 +349,9 @@ def track(loader: Any, tracker: Tracker) -> Any:
         vars(tracked).update({**vars(original), "_ft_tracker": tracker, "_ft_original": original, "_iterator": None})
         if tracker.kind == "stateful":
             tracker._loader = tracked  # its state lives in the object that is iterated
+        elif tracker.kind == "replay":
+            # Workers that outlive a pass carry random state into the next one, which no restart could give back.
+            vars(tracked)["persistent_workers"] = False
         return tracked
     return (_TrackedStateful if tracker.kind == "stateful" else _TrackedIterable)(original, tracker)
 
@@ -356,29 +378,56 @@ def kind_of_dataset(loader: DataLoader[Any]) -> str:
 
 def digest(batch: Any) -> str | None:
     """A digest of a batch's bits; None when it holds something that cannot be pickled."""
-    hasher = xxhash.xxh3_128()
     try:
-        _update(hasher, batch)
-    except (pickle.PicklingError, TypeError, AttributeError):
+        return _digest(batch)
+    except Exception as error:  # pickling runs code of the batch's classes, which may raise anything
+        _log.debug("no digest of a %s: %s", type(batch).__name__, error)
         return None
-    return hasher.hexdigest()
 
 
-def _update(hasher: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous()
-        hasher.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        hasher.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")
-    elif isinstance(value, dict):
-        for key in value:
-            hasher.update(repr(key).encode())
-            _update(hasher, value[key])
-    elif isinstance(value, (list, tuple)):
-        hasher.update(f"{type(value).__name__}{len(value)}".encode())
-        for item in value:
-            _update(hasher, item)
+def _digest(value: Any) -> str:
+    hasher = xxhash.xxh3_128()
+    _DigestPickler(hasher).dump(value)
+    return str(hasher.hexdigest())
+
+
+class _DigestPickler(pickle.Pickler):
+    """A pickle into a hash, without what differs between processes for equal values."""
+
+    def __init__(self, hasher: Any) -> None:
+        super().__init__(_HashSink(hasher), protocol=4)
+        self.fast = True  # equal objects and the same object twice give the same pickle
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # its pickle would hold the address of its storage
+            return _tensor_identity(value.detach())
+        if isinstance(value, (set, frozenset)):  # the order of strings in it is another in every process
+            return type(value).__name__, sorted(_digest(item) for item in value)
+        return None
+
+
+class _HashSink:
+    def __init__(self, hasher: Any) -> None:
+        self._hasher = hasher
+
+    def write(self, data: Any) -> int:
+        self._hasher.update(data)
+        return len(data)
+
+
+def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    kind = str(tensor.layout), str(tensor.dtype), tuple(tensor.shape)
+    if tensor.layout == torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
-        hasher.update(pickle.dumps(value, protocol=4))
+        plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        bits: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+        return *kind, xxhash.xxh3_128_hexdigest(bits)
+    return *kind, *(_tensor_identity(part) for part in parts)
 
 
 def _length(value: Any) -> int | None:
@@ -386,6 +435,11 @@ def _length(value: Any) -> int | None:
         return len(value)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _leaves_by_itself(state: Any) -> bool:
+    """Whether a loader with this state begins a new pass at once: torchdata's knows that its pass is finished."""
+    return isinstance(state, dict) and bool(state.get("_iterator_finished"))
 
 
 def _is_stateful(value: Any) -> bool:

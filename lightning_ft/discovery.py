@@ -23,6 +23,8 @@ _DEPTHS = ("full", "size", "listed")
 _FOREIGN = "no manifest: written by plain Lightning or another tool"
 # What the plugin writes for callers that are no `FaultTolerantCheckpoint`: no state of a run to continue.
 _NO_RUN = ""
+_MISSING = "missing"
+_LOOKS_AGAIN = 3
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _compare_digest(storage: Storage, info: CheckpointInfo) -> CheckpointInfo:
 
 def _problem(error: CheckpointError | OSError) -> str:
     if isinstance(error, FileNotFoundError):
-        return "missing"
+        return _MISSING
     if isinstance(error, IsADirectoryError):
         return "a directory, not a single-file checkpoint"
     if isinstance(error, CorruptCheckpointError):
@@ -130,6 +132,18 @@ def select(dirpath: str, depth: Depth = "full", storage_options: Mapping[str, An
     Raises:
         OSError: The directory cannot be listed.
     """
+    selection = _select(dirpath, depth, storage_options)
+    for _ in range(_LOOKS_AGAIN):
+        # What is gone since it was listed was rotated away by a living run, which has committed a newer one.
+        if not any(reason == _MISSING for _, reason in selection.passed_over):
+            break
+        selection = _select(dirpath, depth, storage_options)
+    for path, reason in selection.passed_over:
+        emit(PassedOver(path, reason))
+    return selection
+
+
+def _select(dirpath: str, depth: Depth, storage_options: Mapping[str, Any] | None) -> Selection:
     infos = list_checkpoints(dirpath, storage_options)
     readable = [info for info in infos if _run_of(info) is not None]
     # By its name, for want of anything else: of a truncated file nothing tells what it was.
@@ -150,8 +164,6 @@ def select(dirpath: str, depth: Depth = "full", storage_options: Mapping[str, An
         passed_over += [
             (info.path, f"belongs to the older run {_run_of(info)}") for info in readable if _run_of(info) != run_id
         ]
-    for path, reason in passed_over:
-        emit(PassedOver(path, reason))
     return Selection(chosen, tuple(passed_over), foreign, empty=not readable and not damaged)
 
 
