@@ -40,7 +40,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist worksteal
 
 # The oldest supported Lightning, in an environment of its own.
 LOWEST := .venv-lowest
@@ -51,7 +51,7 @@ $(LOWEST)/.stamp: pyproject.toml constraints.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.stamp
-	$(LOWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -p no:cacheprovider tests/trainer/test_exact.py
+	$(LOWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -p no:cacheprovider tests/trainer/test_exact.py
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -168,9 +168,12 @@ class Attempt(ABC):
     ) -> None:
         try:
             self.abort()
-        finally:
-            if isinstance(error, Exception) and self.failure is not None and error is not self.failure:
-                raise self.failure
+        except Exception as aborting:
+            if error is None:
+                raise
+            logger.warning("%s: could not clean up %s: %s", self.path, self.attempt, aborting)
+        if isinstance(error, Exception) and self.failure is not None and error is not self.failure:
+            raise self.failure
 
 
 class LocalAttempt(Attempt):

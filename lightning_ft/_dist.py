@@ -7,6 +7,7 @@ collectives. With one process every function works unchanged and no group exists
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -73,10 +74,10 @@ class Ranks:
         if self.is_zero:
             try:
                 message = [("value", decision())]
-            except FaultToleranceError as e:
-                error, message = e, [("error", e)]
+                pickle.dumps(message)  # an error while it is sent would leave the others waiting
             except Exception as e:
-                error, message = e, [("error", RankFailure(0, f"{type(e).__name__}: {e}"))]
+                ours = isinstance(e, FaultToleranceError) and _travels(e)
+                error, message = e, [("error", e if ours else RankFailure(0, f"{type(e).__name__}: {e}"))]
         dist.broadcast_object_list(message, src=0, group=self._group)
         kind, value = message[0]
         if error is not None:
@@ -94,6 +95,14 @@ class Ranks:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _travels(error: Exception) -> bool:
+    try:
+        pickle.dumps(error)
+    except Exception:  # whatever a user's class does when pickled; its text is sent instead
+        return False
+    return True
 
 
 class Vote:

@@ -17,10 +17,12 @@ are held back until a later one has committed, because the caller who asked for 
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,12 +34,25 @@ import torch
 from lightning_ft import events
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
-from lightning_ft.storage import Attempt, Storage
+from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
 # Errors of a busy or briefly absent store; a full disk or a missing permission is not going to mend itself.
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET})
+
+
+# Clients of object stores, whose own errors are no OSErrors: a lost connection, a response cut short, a time-out.
+_CLIENTS = frozenset({"aiohttp", "asyncio", "botocore", "requests", "urllib3"})
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """What was submitted before the interpreter ends is written; its threads are daemons and would be cut off."""
+    for writer in list(_writers):
+        writer.close()
 
 
 @dataclass(frozen=True)
@@ -73,23 +88,36 @@ class Writer:
         self._failure: SaveError | None = None
         self._held_back: list[str] = []
         self._last_save_failed = False
+        self._submitted = 0
+        self._begun = 0
+        self._over = 0
+        self._failed_after = 0  # so many saves were submitted before the last one that failed
         self.failures_in_a_row = 0
+        _writers.add(self)
 
     @property
     def busy(self) -> bool:
         """Whether `save` would wait: a save is waiting behind the one that runs."""
         with self._condition:
-            return self._waiting_saves() > 0
+            return self._running and self._waiting_saves() > 0
+
+    @property
+    def saves(self) -> tuple[int, int]:
+        """How many saves were submitted, and how many of these are over, committed or failed."""
+        with self._condition:
+            return self._submitted, self._over
 
     def save(self, task: SaveTask) -> None:
         """`task` is queued. Blocks on: a save that waits already (memory for one running and one waiting)."""
         with self._condition:
             self._condition.wait_for(lambda: not self._waiting_saves())
+            self._submitted += 1
             self._enqueue(task)
 
     def save_now(self, task: SaveTask) -> None:
         """`task` is on disk or recorded as failed. Thread: the caller's; earlier tasks finish first."""
         self.drain()
+        self._submitted += 1
         self._save(task)
 
     def remove(self, path: str) -> None:
@@ -104,15 +132,21 @@ class Writer:
 
     def record_failure(self, path: str, step: int, error: Exception) -> None:
         """A save that could not be submitted counts like one that could not be written."""
-        failure = SaveError(
-            f"checkpoint {path} (step {step}) was not saved: {type(error).__name__}: {error}", path, step
-        )
+        self._fail(self._submitted, path, step, error)
+
+    def _fail(self, after: int, path: str, step: int, error: Exception) -> None:
+        with self._condition:
+            self._last_save_failed = True
+            self._failed_after = max(self._failed_after, after)
+            self.failures_in_a_row += 1
+        self._keep(path, step, f"checkpoint {path} (step {step}) was not saved", error)
+        events.emit(events.SaveFailed(path, step, f"{type(error).__name__}: {error}"))
+
+    def _keep(self, path: str, step: int | None, what: str, error: Exception) -> None:
+        failure = SaveError(f"{what}: {type(error).__name__}: {error}", path, step)
         failure.__cause__ = error
         with self._condition:
             self._failure = self._failure or failure
-            self._last_save_failed = True
-            self.failures_in_a_row += 1
-        events.emit(events.SaveFailed(path, step, f"{type(error).__name__}: {error}"))
 
     @property
     def failed(self) -> bool:
@@ -144,7 +178,7 @@ class Writer:
     def _enqueue(self, task: SaveTask | _RemoveTask) -> None:
         self._tasks.append(task)
         if self._thread is None:
-            # A daemon: at interpreter exit without teardown the attempt is abandoned, as in a crash, not waited for.
+            # A daemon, since a thread that waits for tasks would keep the interpreter from ending: see `_finish`.
             self._thread = threading.Thread(target=self._run, name="lightning-ft-writer", daemon=True)
             self._thread.start()
         self._condition.notify_all()
@@ -165,6 +199,8 @@ class Writer:
                     self._held_back.append(task.path)
                 else:
                     self._remove(task.path)
+            except Exception as error:  # of an observer of events: without this thread every later save would hang
+                self._keep(task.path, None, f"the writer failed at {task.path}", error)
             finally:
                 del task  # the snapshot's memory goes before the next task is waited for
                 with self._condition:
@@ -172,77 +208,78 @@ class Writer:
                     self._condition.notify_all()
 
     def _save(self, task: SaveTask) -> None:
+        self._begun += 1
+        try:
+            self._save_begun(task)
+        finally:
+            with self._condition:
+                self._over += 1
+
+    def _save_begun(self, task: SaveTask) -> None:
         began = time.monotonic()
         try:
             manifest = self._retrying()(self._write, task)
         except Exception as error:
-            self.record_failure(task.path, task.manifest.step, error)
+            self._fail(self._begun, task.path, task.manifest.step, error)
             return
         with self._condition:
-            self._last_save_failed = False
-            self.failures_in_a_row = 0
-        secs = time.monotonic() - began
+            if self._begun > self._failed_after:  # else a save asked for after this one has failed already
+                self._last_save_failed = False
+                self.failures_in_a_row = 0
+        try:
+            self._after_commit(task, manifest, time.monotonic() - began)
+        except Exception as error:  # the checkpoint is good, and the run hears that its rotation is not
+            what = f"checkpoint {task.path} (step {manifest.step}) was saved, and what follows a save failed"
+            self._keep(task.path, manifest.step, what, error)
+
+    def _after_commit(self, task: SaveTask, manifest: Manifest, secs: float) -> None:
         events.emit(events.Committed(task.path, manifest.step, manifest.generation, manifest.size_bytes, secs))
         _log.info(
             "saved %s (step %d, %s): %.1f MiB in %.2f s", task.path, manifest.step, manifest.reason,
             manifest.size_bytes / 2**20, secs,
         )  # fmt: skip
-        held_back, self._held_back = self._held_back, []
-        for path in held_back:
-            self._remove(path)
+        if not self._last_save_failed:
+            held_back, self._held_back = self._held_back, []
+            for path in held_back:
+                self._remove(path)
         if task.on_commit is not None:
             task.on_commit(manifest)
 
     def _write(self, task: SaveTask) -> Manifest:
         events.emit(events.SaveStarted(task.path, task.manifest.step))
-        attempt = self._storage.open_attempt(task.path)
-        sink = _Sink(attempt)
-        try:
-            torch.save(task.checkpoint, cast(IO[bytes], sink))
+        # The attempt is aborted on errors, and raises the storage's own: torch replaces it by one that hides the cause.
+        with self._storage.open_attempt(task.path) as attempt:
+            torch.save(task.checkpoint, cast(IO[bytes], attempt))
             return attempt.commit(lambda size, digest: replace(task.manifest, size_bytes=size, digest=digest))
-        except BaseException as error:
-            attempt.abort()
-            if sink.error is not None and sink.error is not error:
-                raise sink.error from error
-            raise
 
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_transient),
             stop=tenacity.stop_after_attempt(self._retries + 1),
             wait=tenacity.wait_exponential(multiplier=0.2, max=10.0) + tenacity.wait_random(0.0, 1.0),
-            before_sleep=tenacity.before_sleep_log(_log, logging.WARNING),
+            before_sleep=_say_and_forget,
             reraise=True,
         )
 
     def _remove(self, path: str) -> None:
         try:
             self._storage.remove(path)
-        except OSError as error:
+        except Exception as error:  # stores have errors of their own classes
             # A file too many is no danger to the run; it is said, and the disk is no fuller than before.
             _log.warning("could not remove %s: %s: %s", path, type(error).__name__, error)
             events.emit(events.DeleteSkipped(path, f"{type(error).__name__}: {error}"))
 
 
-class _Sink:
-    """What torch.save writes into. Remembers an error of `write`: torch replaces it by one that hides the cause."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._attempt.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        """Nothing to do: the attempt is synced when it is committed."""
+def _say_and_forget(retry: tenacity.RetryCallState) -> None:
+    """An error that is tried again is in the log, and no longer holds on to the frames, and so to the copy written."""
+    tenacity.before_sleep_log(_log, logging.WARNING)(retry)
+    error = retry.outcome.exception() if retry.outcome is not None else None
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, (ConnectionError, TimeoutError)) or (
-        isinstance(error, OSError) and error.errno in _TRANSIENT
-    )
+    if isinstance(error, OSError):
+        return isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _TRANSIENT
+    return type(error).__module__.partition(".")[0] in _CLIENTS

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +21,7 @@ _log = logging.getLogger(__name__)
 def choose(dirpath: str, depth: discovery.Depth, storage_options: dict[str, Any] | None) -> tuple[str | None, bool]:
     """The checkpoint to continue from, and whether it is one of ours; None to start from the beginning.
 
-    The newest good checkpoint of the newest run; else a `last*.ckpt` that plain Lightning left in the directory.
+    The newest good checkpoint of the newest run; else a `last*.ckpt` that a `ModelCheckpoint` left in the directory.
 
     Ranks: zero. Blocks on: reading the chosen file once, for ``depth="full"``.
 
@@ -34,15 +36,24 @@ def choose(dirpath: str, depth: discovery.Depth, storage_options: dict[str, Any]
     reasons = list(selection.passed_over)
     if selection.empty:
         storage = Storage(storage_options)
-        plain = [i for i in selection.foreign if i.manifest is None and i.name.startswith("last")]
-        for info in sorted(plain, key=lambda i: i.name, reverse=True):  # last-v2, last-v1, last
-            problem = _plain_problem(storage, info.path)
+        others = [i for i in selection.foreign if i.name.startswith("last")]
+        for info in sorted(others, key=lambda i: _version(i.name), reverse=True):  # last-v2, last-v1, last
+            if info.manifest is None:
+                problem = _plain_problem(storage, info.path)
+            else:
+                problem = discovery.verify(info.path, depth, storage_options).problem
             if problem is None:
                 return info.path, False
             reasons.append((info.path, problem))
     if reasons:
         raise NoUsableCheckpointError(dirpath, reasons)
     return None, False
+
+
+def _version(name: str) -> int:
+    """Lightning counts up the name of a file that another run has left."""
+    match = re.fullmatch(r".*-v([0-9]+)\.ckpt", name)
+    return int(match[1]) if match else 0
 
 
 def _plain_problem(storage: Storage, path: str) -> str | None:
@@ -55,14 +66,24 @@ def _plain_problem(storage: Storage, path: str) -> str | None:
     return None if damaged is None else f"damaged: checksum of {damaged} does not match"
 
 
-def announce_fresh_start(dirpath: str) -> None:
+def announce_fresh_start(dirpath: str, storage_options: dict[str, Any] | None) -> None:
     """One line says that training starts from the beginning, and Lightning's advice for another callback does not."""
-    _log.warning("no checkpoint in %s: training starts from the beginning", dirpath)
+    others = [i.name for i in discovery.select(dirpath, "listed", storage_options).foreign]
+    if others:
+        _log.warning(
+            "%s holds no checkpoint of a FaultTolerantCheckpoint: training starts from the beginning, and not from %s "
+            "(give its path as ckpt_path to start there)",
+            dirpath, " or ".join(others[:3]),
+        )  # fmt: skip
+    else:
+        _log.warning("no checkpoint in %s: training starts from the beginning", dirpath)
     warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available\..*")
 
 
-def insist(trainer: pl.Trainer, path: str) -> None:
-    """Lightning loads `path`, even where another `ModelCheckpoint` of the run has a younger ``last.ckpt``.
+def insist(trainer: pl.Trainer, path: str) -> Callable[[], None]:
+    """Lightning loads `path`, once, even where another `ModelCheckpoint` has a younger ``last.ckpt``.
+
+    The returned function takes that back, for a fit that ends before it loads.
 
     Lightning takes whichever candidate has the latest modification time. That says nothing of which state is newer,
     nor of whether the file is whole.
@@ -75,3 +96,4 @@ def insist(trainer: pl.Trainer, path: str) -> None:
         original(path if checkpoint_path is not None else None, *args, **kwargs)
 
     undo = _loops.replaced(connector, "resume_start", resume_start)
+    return undo

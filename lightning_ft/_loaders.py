@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from lightning_ft import _loops
-from lightning_ft.dataloading import Tracker, kind_of, track
+from lightning_ft import _loops, _rng
+from lightning_ft._tracked import track
+from lightning_ft.dataloading import Tracker, kind_of
 from lightning_ft.errors import RestoreError
 
 _VALIDATION = 1_000_000  # seeds of validation loaders are told from those of any train dataloader by their index
@@ -35,7 +37,11 @@ class TrackedLoaders:
         self._trackers: list[Tracker] = []
         self._being_made: list[Tracker] = []
         self._to_resume: list[dict[str, Any]] | None = None
-        self._validations = 0
+        self._remade = False
+        self._validation: list[Tracker] = []
+        self._validation_being_made: list[Tracker] = []
+        self._validation_to_resume: list[dict[str, Any] | None] = []
+        self._made_in: dict[str, int] = {}
         self._trained: list[dict[str, Any]] = []
         self._fetched: list[dict[str, Any]] = []
 
@@ -45,7 +51,9 @@ class TrackedLoaders:
         original = strategy.process_dataloader
         undo = _loops.replaced(strategy, "process_dataloader", lambda loader: self._process(original(loader)))
         validation = self._trainer.fit_loop.epoch_loop.val_loop
-        undo_validation = _loops.around(validation, "setup_data", before=self._before_validation_setup)
+        undo_validation = _loops.around(
+            validation, "setup_data", before=self._before_validation_setup, inside=lambda: self.making("val")
+        )
 
         def remove() -> None:
             undo_validation()
@@ -54,22 +62,32 @@ class TrackedLoaders:
         return remove
 
     def _before_validation_setup(self) -> None:
-        self._validations = 0
+        self._validation_being_made = []
+
+    def making(self, stage: str) -> AbstractContextManager[None]:
+        """Inside, the user's code makes loaders: what it draws (a random subset) is drawn again in a restart."""
+        epoch = self._made_in.pop(stage, self._trainer.current_epoch)
+        return _rng.Stream(_rng.mix(self.root_seed, "make", stage, epoch)).active()
 
     def _process(self, loader: Any) -> Any:
         if self._trainer.training:
             tracker = self._new_tracker(len(self._being_made))
             tracked = track(loader, tracker)
             if self._to_resume is not None:
-                self._resume(tracker, len(self._being_made), self._to_resume)
+                self._resume(tracker, len(self._being_made))
             self._being_made.append(tracker)
             return tracked
         evaluating = self._trainer.validating or self._trainer.sanity_checking
         if not evaluating or not isinstance(loader, DataLoader) or kind_of(loader) != "indexed":
             return loader
-        self._validations += 1
-        index = _VALIDATION + self._validations
-        return track(loader, Tracker(index, self.root_seed, self._rank, self._seed_batches, self._batch))
+        number = len(self._validation_being_made)
+        tracker = Tracker(_VALIDATION + number, self.root_seed, self._rank, self._seed_batches, self._batch)
+        tracked = track(loader, tracker)
+        if number < len(self._validation_to_resume):
+            tracker.restore_samplers(self._validation_to_resume[number])
+        self._validation_being_made.append(tracker)
+        self._validation = self._validation_being_made
+        return tracked
 
     def _batch(self) -> int:
         # A restart runs no sanity check, so the number of a validation must not depend on how many there were.
@@ -78,10 +96,15 @@ class TrackedLoaders:
     def _new_tracker(self, index: int) -> Tracker:
         return Tracker(index, self.root_seed, self._rank, self._seed_batches)
 
-    def _resume(self, tracker: Tracker, index: int, states: list[dict[str, Any]]) -> None:
-        if index >= len(states):
+    def _resume(self, tracker: Tracker, index: int) -> None:
+        states = self._to_resume or []
+        if self._remade:
+            # The uninterrupted run makes new loaders here, too: they take over the count of passes, nothing else.
+            tracker.passes = states[index]["passes"] if index < len(states) else 0
+        elif index >= len(states):
             raise RestoreError(f"the checkpoint holds positions of {len(states)} train dataloaders, this run has more")
-        tracker.resume(states[index])
+        else:
+            tracker.resume(states[index])
 
     def before_setup_data(self) -> None:
         """Loaders made from here on are a new set."""
@@ -91,7 +114,7 @@ class TrackedLoaders:
         """If a new set was made, it is the one that counts."""
         if not self._being_made:
             return
-        if self._to_resume is not None and len(self._to_resume) != len(self._being_made):
+        if self._to_resume is not None and not self._remade and len(self._to_resume) != len(self._being_made):
             raise RestoreError(
                 f"the checkpoint holds positions of {len(self._to_resume)} train dataloaders, this run has "
                 f"{len(self._being_made)}"
@@ -100,16 +123,36 @@ class TrackedLoaders:
             made.passes = max(made.passes, before.passes)  # made anew: its passes are counted on, not from zero
         self._trackers, self._being_made = self._being_made, []
 
-    def resume(self, states: list[dict[str, Any]], root_seed: int) -> None:
-        """The loaders, made already or not, start at `states` (of `positions`)."""
-        self._to_resume = states
-        self.root_seed = root_seed
+    def state(self, *, epoch_over: bool, noted: bool) -> dict[str, Any]:
+        """Everything a restart needs of the loaders of this rank, as plain data (for the arguments see `positions`)."""
+        return {
+            "root_seed": self.root_seed,
+            "train": self.positions(epoch_over=epoch_over, noted=noted),
+            "val": [t.samplers() for t in self._validation],
+        }
+
+    def resume(self, state: dict[str, Any], made_in: dict[str, int | None], *, remade: bool) -> None:
+        """The loaders, made already or not, start at `state`.
+
+        Args:
+            state: Of `state`.
+            made_in: The epochs in which the run that was saved had made its loaders (train and val).
+            remade: The uninterrupted run makes new train dataloaders for the epoch that comes now.
+        """
+        self._to_resume = state["train"]
+        self._validation_to_resume = state["val"]
+        self._made_in = {stage: epoch for stage, epoch in made_in.items() if epoch is not None}
+        self._remade = remade
+        self.root_seed = state["root_seed"]
         for index, tracker in enumerate(self._trackers):
-            self._resume(tracker, index, states)
+            self._resume(tracker, index)
 
     def resumed(self) -> None:
         """The epoch of the checkpoint runs: loaders made later begin as usual."""
         self._to_resume = None
+        self._validation_to_resume = []
+        self._remade = False
+        self._made_in = {}
 
     def begin_epoch(self) -> None:
         """An epoch begins from its first batch."""

@@ -8,6 +8,7 @@ lacks them. These hooks stand around the loops' own methods instead (2.5.5 to 2.
 hook               around                                 what is true then
 =================  =====================================  ==================================================
 before_setup_data  before ``fit_loop.setup_data``         loaders may be made now
+making_loaders     around it                              the user's code that makes them runs
 after_setup_data   after it                               they are made
 before_epoch       before ``fit_loop.on_advance_start``   everything is restored; nothing of the epoch ran
 epoch_runs         after ``epoch_loop.on_run_start``      the first batch is about to be asked for
@@ -20,19 +21,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 
 from lightning_ft.state import Progress
+
+_ABSENT = object()
 
 
 class Hooks(Protocol):
     """What is called at the points of the table above, on all ranks, in the main thread."""
 
     def before_setup_data(self) -> None: ...
+    def making_loaders(self) -> AbstractContextManager[None]: ...
     def after_setup_data(self) -> None: ...
     def before_epoch(self) -> None: ...
     def epoch_runs(self) -> None: ...
@@ -44,11 +51,17 @@ def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
     """`hooks` are called until the returned function is."""
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     undo = [
-        around(fit_loop, "setup_data", before=hooks.before_setup_data, after=hooks.after_setup_data),
+        around(
+            fit_loop,
+            "setup_data",
+            before=hooks.before_setup_data,
+            inside=hooks.making_loaders,
+            after=hooks.after_setup_data,
+        ),
         around(fit_loop, "on_advance_start", before=hooks.before_epoch),
         around(epoch_loop, "on_run_start", after=hooks.epoch_runs),
         around(epoch_loop, "on_advance_end", after=hooks.after_step),
-        around(fit_loop, "on_advance_end", after=hooks.after_epoch),
+        around(fit_loop, "on_advance_end", before=partial(_uncount_end_of_data, trainer), after=hooks.after_epoch),
     ]
 
     def remove() -> None:
@@ -59,15 +72,24 @@ def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
 
 
 def around(
-    target: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+    target: Any,
+    name: str,
+    *,
+    before: Callable[[], None] | None = None,
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    after: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
-    """`target.name` of this one object also calls `before` and `after`, until the returned function is called."""
+    """`target.name` of this one object runs after `before`, within `inside` and before `after`.
+
+    Until the returned function is called.
+    """
     original = getattr(target, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before()
-        result = original(*args, **kwargs)
+        with inside():
+            result = original(*args, **kwargs)
         if after is not None:
             after()
         return result
@@ -77,10 +99,15 @@ def around(
 
 def replaced(target: Any, name: str, value: Any) -> Callable[[], None]:
     """`target.name` is `value` for this one object, until the returned function is called."""
-    vars(target)[name] = value
+    own = vars(target)
+    before = own.get(name, _ABSENT)
+    own[name] = value
 
     def undo() -> None:
-        vars(target).pop(name, None)
+        if before is _ABSENT:
+            own.pop(name, None)
+        else:
+            own[name] = before
 
     return undo
 
@@ -111,6 +138,33 @@ def progress(trainer: pl.Trainer) -> Progress:
     )
 
 
+def half_done(trainer: pl.Trainer) -> bool:
+    """Whether a batch is being trained or an epoch is being opened: counters, gradients and weights do not agree."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    epochs: Any = trainer.fit_loop.epoch_progress.total
+    return bool(batches.ready != batches.processed or epochs.ready != epochs.started)
+
+
+def stop_now(trainer: pl.Trainer) -> None:
+    """Training ends at this boundary, whatever `min_epochs` and `min_steps` ask for."""
+    trainer.should_stop = True
+    trainer.fit_loop.min_epochs = 0
+    trainer.fit_loop.epoch_loop.min_steps = None
+
+
+def _uncount_end_of_data(trainer: pl.Trainer) -> None:
+    """A `training_step` that found the end of the data, where a batch was to be, was no step."""
+    if takes_iterator(trainer):
+        counters: Any = trainer.fit_loop.epoch_loop.batch_progress
+        for count in (counters.total, counters.current):
+            count.ready = count.started = count.processed
+
+
+def takes_iterator(trainer: pl.Trainer) -> bool:
+    """Whether `training_step` takes batches from an iterator by itself (``training_step(self, dataloader_iter)``)."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
 def stops_here(trainer: pl.Trainer) -> bool:
     """Whether no further batch will be trained, for a reason that is not the end of the epoch."""
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -133,14 +187,14 @@ def accumulating(trainer: pl.Trainer) -> bool:
     return bool(trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate())
 
 
-def finished_early(trainer: pl.Trainer) -> bool:
-    """Whether a callback decided that the run is over, so that a restart has nothing left to do.
+def stopped_early(trainer: pl.Trainer) -> bool:
+    """Whether an `EarlyStopping` decided that the run is over, so that a restart has nothing left to do.
 
-    A run stopped by a timer is not over: the next job continues it.
+    Whatever else sets `should_stop` (a timer, a signal, the user's own code before a preemption) ends this job and
+    not the run.
     """
-    timers = [c for c in callbacks(trainer) if isinstance(c, Timer)]
-    expired = any((left := t.time_remaining()) is not None and left <= 0 for t in timers)
-    return trainer.should_stop and not expired and not trainer.received_sigterm
+    stoppers = [c for c in callbacks(trainer) if isinstance(c, EarlyStopping)]
+    return trainer.should_stop and any(c.stopped_epoch or c.wait_count >= c.patience for c in stoppers)
 
 
 def begin_next_epoch(fit_loop_state: dict[str, Any]) -> None:
@@ -171,15 +225,27 @@ def reloads(trainer: pl.Trainer) -> dict[str, int | None]:
     return {name: None if math.isinf(epoch) else int(epoch) for name, epoch in made.items()}
 
 
+def reload_due(trainer: pl.Trainer, epoch: int, made: int | None) -> bool:
+    """Whether train dataloaders made in epoch `made` are made anew when `epoch` begins."""
+    every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    return bool(every and made is not None and epoch - made >= every)
+
+
 def restore_reloads(trainer: pl.Trainer, saved: dict[str, int | None]) -> None:
     """Loaders are made anew in the epochs in which the uninterrupted run would make them."""
     every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     train = saved["train"]
     # Due right now: the loaders were made a moment ago, for this start.
-    if every and train is not None and trainer.current_epoch - train < every:
+    if every and train is not None and not reload_due(trainer, trainer.current_epoch, train):
         trainer.fit_loop._last_train_dl_reload_epoch = train
     if every and saved["val"] is not None:
         trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = saved["val"]
+
+
+def restore_accumulation(trainer: pl.Trainer, batches: int) -> None:
+    """The accumulation window is the scheduled one: its callback sets it when an epoch starts, not in its middle."""
+    if any(isinstance(c, GradientAccumulationScheduler) for c in callbacks(trainer)):
+        trainer.accumulate_grad_batches = batches
 
 
 def continue_without_restart(trainer: pl.Trainer) -> None:
@@ -192,8 +258,10 @@ def continue_without_restart(trainer: pl.Trainer) -> None:
 
 
 def mark_consumed(trainer: pl.Trainer, cycled: list[bool]) -> None:
-    """A combined loader that cycles its shorter members knows which have been through once."""
+    """A combined loader numbers its batches on, and if it cycles shorter members, knows which have been through."""
     iterator: Any = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    if hasattr(iterator, "_idx"):
+        iterator._idx = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     if hasattr(iterator, "_consumed"):
         iterator._consumed = list(cycled)
 

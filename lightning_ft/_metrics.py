@@ -38,7 +38,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
         "logged_metrics": _to_cpu(connector._logged_metrics),
         "progress_bar_metrics": _to_cpu(connector._progress_bar_metrics),
         "current_fx": connector._current_fx,
-        "torchmetrics": {name: _capture_metric(m) for name, m in _metrics(trainer) if m._update_count},
+        "torchmetrics": {name: _capture_metric(m) for name, m in _metrics(trainer)},
     }
 
 
@@ -129,9 +129,14 @@ def _metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Metric]]:
 def _capture_metric(metric: Metric) -> dict[str, Any]:
     return {
         "states": {name: _to_cpu(getattr(metric, name)) for name in metric._defaults},
-        "update_count": metric._update_count,
+        # Wrappers such as `Running` and `MinMaxMetric` count in plain attributes, which are no declared states.
+        "attributes": {n: _to_cpu(v) for n, v in _attributes(metric) if isinstance(v, (bool, int, float, Tensor))},
         "forward_cache": _to_cpu(metric._forward_cache),
     }
+
+
+def _attributes(metric: Metric) -> list[tuple[str, Any]]:
+    return [*vars(metric).items(), *metric.named_buffers(recurse=False)]
 
 
 def _restore_torchmetrics(trainer: pl.Trainer, saved: dict[str, dict[str, Any]]) -> list[str]:
@@ -140,7 +145,8 @@ def _restore_torchmetrics(trainer: pl.Trainer, saved: dict[str, dict[str, Any]])
         metric, entry = present[name], saved[name]
         for state, value in entry["states"].items():
             setattr(metric, state, _to_device(value, metric.device))
-        metric._update_count = entry["update_count"]
+        for attribute, value in entry["attributes"].items():
+            setattr(metric, attribute, _to_device(value, metric.device))
         metric._forward_cache = _to_device(entry["forward_cache"], metric.device)
         metric._computed = None
     return [f"accumulated state of metric {name!r}" for name in saved.keys() - present.keys()]

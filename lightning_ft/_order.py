@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,15 +16,21 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from lightning_ft import _rng
+from lightning_ft._digest import digest
 from lightning_ft.errors import RestoreError
 
 _SCALARS = (bool, int, float, str)
+# Samplers of these libraries carry little that changes. The rest (batch size, length, number of ranks) is how the
+# script made them, and is not to be overwritten where the script was changed on purpose.
+_LIBRARIES = ("torch", "torchdata", "lightning", "pytorch_lightning", "lightning_fabric")
+_LIBRARY_FIELDS = ("epoch", "seed")
 
 
 class Seeded:
@@ -100,6 +107,57 @@ def _draws_only_at_start(sampler: Any) -> bool:
     return type(sampler) in known
 
 
+class RepeatedOrder(Sampler[Any]):
+    """Stands for the sampler of a loader that keeps its own state.
+
+    However often it is asked to begin within one pass, it begins with the same order. To restore a position,
+    torchdata's loader asks twice and uses the second answer; others draw the order again and skip batches.
+
+    Args:
+        base: The sampler it stands for.
+        samplers: State of that sampler, and of those within it.
+        new_stream: As for `IndexSource`.
+        number_of_pass: Which pass it is now.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        samplers: SamplerState,
+        new_stream: Callable[[], _rng.Stream],
+        number_of_pass: Callable[[], int],
+    ) -> None:
+        self._base = base
+        self._samplers = samplers
+        self._new_stream = new_stream
+        self._number_of_pass = number_of_pass
+        self._begun: tuple[int, dict[str, Any]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun is None or self._begun[0] != self._number_of_pass():
+            self._begun = self._number_of_pass(), self._samplers.capture()
+        else:
+            self._samplers.restore(self._begun[1])
+        stream = self._new_stream()
+        with stream.active():
+            items = iter(self._base)
+        # An iterator with a state of its own is known to the loader, and has to be.
+        return items if callable(getattr(items, "state_dict", None)) else self._drawn(items, stream)
+
+    @staticmethod
+    def _drawn(items: Iterator[Any], stream: _rng.Stream) -> Iterator[Any]:
+        while True:
+            with stream.active():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
+
 class SeededDataset(Dataset[Any]):
     """The dataset it stands before, with the random state of this process set by each batch's seed.
 
@@ -153,20 +211,31 @@ class SamplerState:
     """What decides the next order of a `DataLoader`'s samplers, captured and restored.
 
     A sampler with ``state_dict``/``load_state_dict`` is asked for its own. Of others, everything plain they carry is
-    kept (`DistributedSampler.epoch` and `.seed`, counters of custom samplers) and every random generator.
+    kept (`DistributedSampler.epoch` and `.seed`, counters of custom samplers), every random generator, and those
+    lists, dictionaries, tensors and arrays that have changed since the loader was made. Samplers within samplers count
+    too.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        found = [batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
         self._samplers: list[Any] = []
-        for sampler in found:
+        waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+        while waiting:
+            sampler = waiting.pop(0)
             if sampler is not None and not any(sampler is s for s in self._samplers):
                 self._samplers.append(sampler)
+                waiting += _inner_samplers(sampler)
+        self._as_made = [{k: digest(v) for k, v in _collections(s).items()} for s in self._samplers]
 
     def capture(self) -> dict[str, Any]:
         """Plain data, one entry per sampler, in the order they are found."""
-        return {"samplers": [_capture_sampler(s) for s in self._samplers]}
+        entries = []
+        for sampler, as_made in zip(self._samplers, self._as_made, strict=True):
+            entry = _capture_sampler(sampler)
+            if "state" not in entry:
+                changed = {k: v for k, v in _collections(sampler).items() if digest(v) != as_made.get(k)}
+                entry["collections"] = {k: _plain(copy.deepcopy(v)) for k, v in changed.items()}
+            entries.append(entry)
+        return {"samplers": entries}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The samplers stand as they did at `capture`.
@@ -182,13 +251,39 @@ class SamplerState:
             _restore_sampler(sampler, entry)
 
 
+def _inner_samplers(sampler: Any) -> list[Any]:
+    fields = _fields(sampler)
+    inner = [getattr(sampler, "sampler", None), *(v for v in fields.values() if isinstance(v, Sampler))]
+    if type(fields.get("dataset")).__name__ == "_DatasetSamplerWrapper":  # Lightning's, around a user's sampler in DDP
+        inner.append(fields["dataset"]._sampler)
+    return inner
+
+
+def _fields(sampler: Any) -> dict[str, Any]:
+    return vars(sampler) if hasattr(sampler, "__dict__") else {}
+
+
+def _of_library(sampler: Any) -> bool:
+    return type(sampler).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _collections(sampler: Any) -> dict[str, Any]:
+    """What a custom sampler may rearrange: a library's own samplers keep no state in such fields."""
+    if _of_library(sampler):
+        return {}
+    return {k: v for k, v in _fields(sampler).items() if type(v) in (list, dict, torch.Tensor, np.ndarray)}
+
+
 def _capture_sampler(sampler: Any) -> dict[str, Any]:
     entry: dict[str, Any] = {"type": type(sampler).__name__}
     if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
-        entry["state"] = sampler.state_dict()
+        entry["state"] = copy.deepcopy(sampler.state_dict())
         return entry
-    fields = vars(sampler) if hasattr(sampler, "__dict__") else {}
-    entry["fields"] = {k: v for k, v in fields.items() if type(v) in _SCALARS}
+    fields = _fields(sampler)
+    of_library = _of_library(sampler)
+    entry["fields"] = {
+        k: v for k, v in fields.items() if type(v) in _SCALARS and (not of_library or k in _LIBRARY_FIELDS)
+    }
     entry["generators"] = {k: s for k, v in fields.items() if (s := _capture_generator(v)) is not None}
     return entry
 
@@ -199,8 +294,10 @@ def _restore_sampler(sampler: Any, entry: dict[str, Any]) -> None:
         return
     for name, value in entry["fields"].items():
         setattr(sampler, name, value)
+    for name, value in entry["collections"].items():
+        setattr(sampler, name, copy.deepcopy(_unplain(value)))
     for name, state in entry["generators"].items():
-        _restore_generator(getattr(sampler, name), state)
+        _restore_generator(getattr(sampler, name, None), state)
 
 
 def _capture_generator(value: Any) -> Any:

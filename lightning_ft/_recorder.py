@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_ft import _loops, _rng, events
-from lightning_ft.dataloading import digest
+from lightning_ft._digest import digest
 
 KillPoint = int | str
 """A batch number (killed at its end), or an event of the save protocol, such as ``"Renamed"`` or ``"Renamed:2"``."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_ft import _loops, _metrics, _resume, _rng, events, state
+from lightning_ft import _callbacks, _loops, _metrics, _resume, _rng, events, state
 from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._resume import RestoreReport
@@ -49,9 +49,9 @@ def build_state(
     per_rank = ranks.gather(
         {
             "rng": _rng.capture(),
-            "root_seed": loaders.root_seed,
-            "loaders": loaders.positions(epoch_over=epoch_over, noted=boundary != "none"),
+            "loaders": loaders.state(epoch_over=epoch_over, noted=boundary != "none"),
             "metrics": _metrics.capture(trainer),
+            "gradients": state.held_gradients(trainer.lightning_module),
         }
     )
     return {
@@ -69,7 +69,7 @@ def build_state(
         "planned": _resume.planned(trainer),
         "seed": seed,
         "reloads": _loops.reloads(trainer),
-        "should_stop": _loops.finished_early(trainer) and not stopping,
+        "should_stop": _loops.stopped_early(trainer) and not stopping,
     }
 
 
@@ -107,10 +107,19 @@ class Restore:
         self._rank_state = self._of_this_rank(self._saved)
         # Lightning would load rank 0's state into the loaders of every rank, and only under some orders of set-up.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        loaders.resume(self._rank_state["loaders"], self._rank_state["root_seed"])
+        # Of loaders that the uninterrupted run makes anew just now, nothing carries over.
+        made = self._saved["reloads"]["train"]
+        self._remade = not self._saved["within_epoch"] and _loops.reload_due(trainer, checkpoint["epoch"], made)
+        made_in = {**self._saved["reloads"], **({"train": checkpoint["epoch"]} if self._remade else {})}
+        loaders.resume(self._rank_state["loaders"], made_in, remade=self._remade)
+        if self._saved["boundary"] == "none":
+            self.report.noted.append("saved by another callback, not at a boundary: a restart from it may not be exact")
+        self._scores = _callbacks.saved_scores(checkpoint)
         _resume.compare_checkpoint(self.report, checkpoint, trainer)
         if self._saved["should_stop"]:
-            trainer.should_stop = True  # a finished run stays finished: nothing is trained
+            trainer.should_stop = True  # a finished run stays finished
+            if ranks.is_zero:
+                _log.warning("the run of %s was ended by EarlyStopping: nothing is left to train", path)
 
     def _of_this_rank(self, saved: dict[str, Any]) -> dict[str, Any]:
         if saved["world_size"] != self._ranks.world_size:
@@ -174,8 +183,11 @@ class Restore:
         generations = self._ranks.all_gather(saved["generation"])
         if len(set(generations)) > 1:
             raise RestoreError(f"the ranks loaded different checkpoints: generations {generations}")
+        _callbacks.restore_scores(trainer, self._scores)
+        _callbacks.restore_weight_averaging(trainer)
+        _loops.restore_accumulation(trainer, saved["fingerprint"]["accumulate_grad_batches"])
         present = _resume.fingerprint(trainer, self._loaders.describe(), self._ranks.world_size)
-        _resume.compare(self.report, saved["fingerprint"], present)
+        _resume.compare(self.report, saved["fingerprint"], present, other_data=self._remade)
         _resume.compare_plan(self.report, saved["planned"], _resume.planned(trainer))
         if saved["seed"] != os.environ.get("PL_GLOBAL_SEED"):
             self.report.noted.append(
@@ -192,6 +204,7 @@ class Restore:
         self.report.missing += _metrics.restore(
             trainer, self._rank_state["metrics"], within_epoch=saved["within_epoch"]
         )
+        state.restore_gradients(module, self._rank_state["gradients"])
         _loops.restore_reloads(trainer, saved["reloads"])
         if saved["boundary"] == "epoch":
             _loops.continue_without_restart(trainer)
@@ -216,6 +229,11 @@ class Restore:
             log = _log.warning if self.report.differences or self.report.noted else _log.info
             log("%s", self.report.render())
         events.emit(events.Resumed(path, self._trainer.global_step))
+
+    def say_if_nothing_ran(self) -> None:
+        """One line tells a restart of a finished run from one that trained."""
+        if not self._done and self._ranks.is_zero:
+            _log.warning("%s is the end of its run: nothing was left to train", self.report.path)
 
     def close(self) -> None:
         """Everything replaced for this restart is as it was."""

@@ -76,9 +76,11 @@ def planned(trainer: pl.Trainer) -> dict[str, Any]:
     return {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
 
 
-def compare(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any]) -> None:
-    """Differences of two fingerprints are in the report."""
+def compare(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any], *, other_data: bool) -> None:
+    """Differences of two fingerprints are in the report; with `other_data`, those of the data are none."""
     for name in {**saved, **present}:
+        if other_data and (name.startswith("train dataloader") or name == "batches per epoch"):
+            continue
         then, now = saved.get(name, _MISSING), present.get(name, _MISSING)
         if then != now:
             report.changed.append(f"{name}: {then} when saved, {now} now")
@@ -119,7 +121,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return bool(a == b) if isinstance(a, (int, float)) and isinstance(b, (int, float)) else False
     try:
-        return bool(a == b)
+        return bool(a == b or (a != a and b != b))  # not-a-number is the same hyper-parameter twice
     except (RuntimeError, ValueError, TypeError):  # arrays and tensors have no single answer
         return repr(a) == repr(b)
 

@@ -11,20 +11,22 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger
 
 from lightning_ft import _loops, _names, _rng, events, rotation
 from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._lock import DirectoryLock
+from lightning_ft._news import News
 from lightning_ft._restore import Restore, build_state
+from lightning_ft._snapshot import not_weights_only
 from lightning_ft.discovery import list_checkpoints, next_start
-from lightning_ft.errors import SaveError
+from lightning_ft.errors import ConfigurationError, SaveError
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import GIVE_UP_AFTER, KEY, FaultTolerantCheckpointIO, SaveOptions
 from lightning_ft.retention import Retention
@@ -61,6 +63,7 @@ class Session:
         ranks: The ranks of the run; closed with the session.
         told: Called on all ranks with the path of a checkpoint that has become durable (rank 0 alone knows of one).
         chosen: What ``ckpt_path="last"`` chose, if it was asked.
+        continues: Id of the run that an earlier fit of this trainer has left in memory; empty if there was none.
 
     Raises:
         ConfigurationError: The directory cannot be written.
@@ -76,6 +79,7 @@ class Session:
         ranks: Ranks,
         told: Callable[[str], None],
         chosen: str,
+        continues: str,
     ) -> None:
         self._trainer = trainer
         self._dirpath = dirpath
@@ -89,28 +93,33 @@ class Session:
         self._lock: DirectoryLock | None = None
         self._restore: Restore | None = None
         self._undo: list[Callable[[], None]] = []
-        self._names, self._start, self._run_id = ranks.decide(self._open_directory)
+        self._names, self._start, self._new_run_id = ranks.decide(self._open_directory)
+        self._continues = continues
+        self.run_id = continues or self._new_run_id
         self._parent: str | None = None
         self._seed = os.environ.get("PL_GLOBAL_SEED")
-        self._pending = Pending()
+        progress = _loops.progress(trainer)  # not zero if the trainer has been fitted before
+        self._pending = Pending(LastSave(progress.step, progress.epochs))
         self._saved_batch = -1
         self._saved_at = time.monotonic()
         self._saving: tuple[str, str] | None = None
-        self._gradients_open = False
+        self._stopped_within_epoch = False
         self._stopping = False
         self._epoch_begun = False
         self._committed = ""
         self._told = ""
-        self._loaders = TrackedLoaders(trainer, _rng.draw_seed(), ranks.rank, settings.seed_workers)
-        self._undo += [self._loaders.install(), _loops.install(trainer, self), events.observe(self._on_event)]
+        root_seed = ranks.all_gather(_rng.draw_seed())[0]  # one order for all ranks, whatever they were seeded with
+        self._loaders = TrackedLoaders(trainer, root_seed, ranks.rank, settings.seed_workers)
+        self.news = News(trainer, self._saves)
+        self._undo += [
+            self.news.install(), self._loaders.install(), _loops.install(trainer, self),
+            events.observe(self._on_event),
+        ]  # fmt: skip
         if plugin is not None:
-            plugin.reports_failures = False
-            plugin.require_weights_only = settings.strict
+            plugin.fit_begins(require_weights_only=settings.strict)
 
-    @property
-    def loggers(self) -> list[Logger]:
-        """The trainer's loggers."""
-        return self._trainer.loggers
+    def _saves(self) -> tuple[int, int]:
+        return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
 
     def _open_directory(self) -> tuple[set[str], int, str]:
         """Ranks: zero. Names in the directory, the ordinal of this start, and the id of the run if it is a new one."""
@@ -125,6 +134,11 @@ class Session:
             self._lock.release()  # nobody closes a session that was never made
             raise
         return {info.name for info in infos}, next_start(infos), uuid.uuid4().hex
+
+    def finish(self) -> None:
+        """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
+        if self._restore is not None:
+            self._restore.say_if_nothing_ran()
 
     def close(self) -> None:
         """The directory is given up, and the trainer is as it was. Local: asks nothing of other ranks.
@@ -148,6 +162,7 @@ class Session:
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
         self._restore = Restore(self._trainer, checkpoint, path, self._ranks, self._loaders, self._settings.strict)
+        self.run_id = self._new_run_id
         saved = checkpoint.get(KEY)
         if saved is None:
             return
@@ -158,7 +173,7 @@ class Session:
         # rotation must not count, or delete, the checkpoints of the line it left.
         inside = _names.split(_names.normalise(path))[0] == self._dirpath
         if inside and not self._ranks.decide(lambda: self._superseded(saved, path)):
-            self._run_id = saved["run_id"]
+            self.run_id = saved["run_id"]
 
     def _superseded(self, saved: dict[str, Any], path: str) -> bool:
         """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""
@@ -174,6 +189,10 @@ class Session:
     def before_setup_data(self) -> None:
         """Loaders may be made now."""
         self._loaders.before_setup_data()
+
+    def making_loaders(self) -> AbstractContextManager[None]:
+        """The user's code that makes train dataloaders runs."""
+        return self._loaders.making("train")
 
     def after_setup_data(self) -> None:
         """Loaders were made, if they had to be."""
@@ -199,26 +218,31 @@ class Session:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
         progress = _loops.progress(self._trainer)
-        ends_here = _loops.stops_here(self._trainer) and not progress.last_batch
-        self._decide(progress, epoch_finished=False, ends_here=ends_here)
+        self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
+        self._decide(progress, epoch_finished=False, ends_here=self._stopped_within_epoch)
 
     def after_epoch(self) -> None:
-        """An epoch boundary, unless training was stopped within the epoch."""
-        progress = _loops.progress(self._trainer)
-        if progress.last_batch:
-            self._decide(progress, epoch_finished=True, ends_here=False)
+        """An epoch boundary, unless training was stopped within the epoch: then its last step was one."""
+        if not self._stopped_within_epoch:
+            self._decide(_loops.progress(self._trainer), epoch_finished=True, ends_here=False)
 
     # -- hooks of the callback -----------------------------------------------------------------------------------
 
     def train_starts(self) -> None:
         """Training begins: the clock of `train_time_interval` starts, and what may surprise is said."""
         self._saved_at = time.monotonic()
-        if self._start > 1 and self._restore is None and self._ranks.is_zero:
+        if self._start > 1 and self._restore is None and not self._continues and self._ranks.is_zero:
             _log.warning(
                 'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" '
                 "will no longer choose them once this run has saved",
                 self._dirpath,
             )
+        if _loops.takes_iterator(self._trainer) and self._ranks.is_zero:
+            _log.warning(
+                "training_step takes batches from `dataloader_iter`: a restart continues after the last one taken, so "
+                "it is exact only if each step trains what it takes"
+            )
+        self._check_hyper_parameters()
         trigger = self._settings.trigger
         every = trigger.every_n_train_steps
         if every is None or trigger != Trigger(every_n_train_steps=every) or not self._ranks.is_zero:
@@ -230,6 +254,17 @@ class Session:
                 every, total, "only when training ends" if self._settings.save_on_train_end else "never",
             )  # fmt: skip
 
+    def _check_hyper_parameters(self) -> None:
+        # They are in every checkpoint: what could not be loaded is better found now than at the first save.
+        owners = [self._trainer.lightning_module, _loops.datamodule(self._trainer)]
+        problems = [p for o in owners if o is not None for p in not_weights_only(dict(o.hparams), "hparams")]
+        if problems and self._settings.strict:
+            raise ConfigurationError(
+                f"{'; '.join(problems)}: a checkpoint with it cannot be loaded with weights_only=True, Lightning's "
+                "default. Save plain values, allow the type with torch.serialization.add_safe_globals, or use "
+                "FaultTolerantCheckpoint(strict=False)"
+            )
+
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""
         writer = self._plugin.writer if self._plugin is not None and self._ranks.is_zero else None
@@ -238,16 +273,15 @@ class Session:
         for verdict in verdicts:
             _log.warning("rank %d asks to save and stop: %s", self._ranks.rank, verdict.reason)
         since = time.monotonic() - self._saved_at
+        if self._vote.cast_open:
+            # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
+            self._vote.read()
         self._vote.cast(
             save_failed=int(writer is not None and writer.failed),
             writer_busy=int(writer is not None and writer.busy),
             time_due=int(self._ranks.is_zero and time_due(self._settings.trigger, since)),
             stop=int(bool(verdicts)),
         )
-
-    def gradients(self, *, pending: bool) -> None:
-        """In manual optimization: a backward ran (`pending`), or an optimizer is about to use what it left."""
-        self._gradients_open = pending
 
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
@@ -256,7 +290,7 @@ class Session:
             SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
         """
         progress = _loops.progress(self._trainer)
-        if self._settings.save_on_train_end and progress.last_batch:
+        if self._settings.save_on_train_end and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
         if self._plugin is None:
             return
@@ -281,7 +315,7 @@ class Session:
         checkpoint[KEY] = {
             **saved,
             "generation": uuid.uuid4().hex,
-            "run_id": self._run_id,
+            "run_id": self.run_id,
             "start": self._start,
             "parent": self._parent,
             "reason": reason,
@@ -300,13 +334,13 @@ class Session:
             epoch_finished=epoch_finished,
             epochs=progress.epochs,
             # A save at the last batch waits for the end of the epoch, which follows at once.
-            accumulating=not epoch_finished
-            and (progress.last_batch or self._gradients_open or _loops.accumulating(self._trainer)),
+            accumulating=not epoch_finished and (progress.last_batch or _loops.accumulating(self._trainer)),
             time_due=bool(votes.get("time_due")),
         )
         self._pending, reason = advance(self._settings.trigger, self._pending, facts)
         if self._stopping and not facts.accumulating:
-            self._trainer.should_stop = True
+            _loops.stop_now(self._trainer)
+            self._stopped_within_epoch = not epoch_finished
             reason = reason or "stop"  # whatever `save_on_train_end` says: the run is to be continued
         elif ends_here and self._settings.save_on_train_end:
             reason = reason or "train_end"
@@ -328,7 +362,7 @@ class Session:
         options = None
         if self._plugin is not None:
             options = SaveOptions(
-                partial(rotation.rotate, self._dirpath, path, self._run_id, self._settings.retention, self._options)
+                partial(rotation.rotate, self._dirpath, path, self.run_id, self._settings.retention, self._options)
             )
         self._saving = reason, boundary
         try:
@@ -363,7 +397,9 @@ class Session:
 
     def _on_event(self, event: events.Event) -> None:
         """Thread: main or writer."""
-        if isinstance(event, events.Committed):
+        dirpath, name = _names.split(event.path)
+        # Not what another callback saves through the same plugin.
+        if isinstance(event, events.Committed) and dirpath == self._dirpath and _names.parse_checkpoint_name(name):
             self._committed = event.path
 
     def _tell_of_commits(self) -> None:
@@ -372,3 +408,4 @@ class Session:
         if committed != self._told:
             self._told = committed
             self._tell(committed)
+        self.news.pass_on()

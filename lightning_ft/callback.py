@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import proxy
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
@@ -37,8 +37,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     beside it.
 
     A save that is due at the last batch of an epoch is made when the epoch is over; one that is due within a gradient
-    accumulation, at its end. In manual optimization an accumulation is recognised by a `manual_backward` that no
-    optimizer step follows in the same batch.
+    accumulation, at its end. In manual optimization the gradients that are there are saved too.
 
     Args:
         dirpath: Directory or URL for the checkpoints. Default: ``default_root_dir/checkpoints``, which, unlike
@@ -48,7 +47,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         every_n_epochs: Save at the end of every n-th epoch. The default, with 1, if no trigger is given.
         train_time_interval: Save when so much time has passed since the last save, by the clock of rank 0.
         keep_last: How many checkpoints of this run are kept, at least 1; -1 keeps all.
-        keep_every_n_train_steps: Checkpoints at multiples of this are kept for good.
+        keep_every_n_train_steps: The first checkpoint at or after each multiple of this is kept for good.
         save_on_train_end: Save when training ends, unless that state is saved already.
         guards: Asked before every step whether the run should save and stop.
         seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
@@ -80,6 +79,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}={value!r}: must be True or False")
+        if isinstance(guards, str) or not isinstance(guards, Sequence):
+            raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
+        if not isinstance(guards, Sequence):
+            raise ConfigurationError(f"guards={guards!r}: must be a sequence of guards")
         for guard in guards:
             if not isinstance(guard, Guard):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
@@ -96,13 +99,15 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._others: list[ModelCheckpoint] = []
         self._session: Session | None = None
         self._ranks: Ranks | None = None
+        self._run_id = ""
         self._chosen = ""
+        self._forget_choice: Callable[[], None] | None = None
 
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
+        self._others = self._other_checkpoints(trainer)
         plugin = self._install_plugin(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -113,9 +118,21 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 f"strategy {type(trainer.strategy).__name__} writes checkpoints past the checkpoint plugin, so they "
                 "would be neither atomic nor verified; use a single-device or DDP strategy"
             )
+        finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
+        if any(c._early_exit for c in finders):
+            return  # a `Tuner` tries out batch sizes or learning rates: that is no run to be saved
+        if finders:
+            raise ConfigurationError(
+                f"{type(finders[0]).__name__} trains at every start, also at a restart, before anything is restored; "
+                "tune first (lightning.pytorch.tuner.Tuner), and fit without it"
+            )
         self.dirpath = self._directory(trainer)
         self._ranks = self._ranks or Ranks()
-        self._session = Session(trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen)
+        fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
+        self._session = Session(
+            trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
+            self._run_id if fitted_before else "",
+        )  # fmt: skip
 
     def _install_plugin(self, trainer: pl.Trainer) -> FaultTolerantCheckpointIO | None:
         present = trainer.strategy._checkpoint_io
@@ -131,12 +148,17 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         )
         return None
 
+    def _other_checkpoints(self, trainer: pl.Trainer) -> list[ModelCheckpoint]:
+        return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
+
     def _directory(self, trainer: pl.Trainer) -> str:
         default = _names.join(_names.normalise(trainer.default_root_dir), "checkpoints")
         return self._given_dirpath or default
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._session is not None:
+            self._session.finish()
         self._close()
 
     @override
@@ -146,10 +168,13 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     def _close(self) -> None:
         if self._session is not None:
+            self._run_id = self._session.run_id
             self._session.close()
         elif self._ranks is not None:
             self._ranks.close()
-        self._session = self._ranks = None
+        if self._forget_choice is not None:
+            self._forget_choice()
+        self._session = self._ranks = self._forget_choice = None
         self._chosen = ""
 
     # -- ckpt_path="last" ----------------------------------------------------------------------------------------
@@ -166,13 +191,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         options = plugin.storage_options if plugin is not None else None
         path, ours = ranks.decide(lambda: _last.choose(dirpath, depth, options))
         if path is None:
-            if ranks.is_zero:
-                _last.announce_fresh_start(dirpath)
+            # Then Lightning takes the ``last.ckpt`` of another `ModelCheckpoint`, if there is one.
+            if ranks.is_zero and not any(c._find_last_checkpoints(trainer) for c in self._other_checkpoints(trainer)):
+                _last.announce_fresh_start(dirpath, options)
             return set()
         if plugin is not None and ours and depth == "full" and ranks.is_zero:
             plugin.mark_verified(path)
         self._chosen = path
-        _last.insist(trainer, path)
+        self._forget_choice = _last.insist(trainer, path)
         return {path}
 
     # -- one call each -------------------------------------------------------------------------------------------
@@ -188,7 +214,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._session is not None and not trainer.interrupted:  # then others may not be here: no collective
+        # After an exception other ranks may not be here, and within a step (a signal handler) they are elsewhere: no
+        # collective then, and nothing to restart from exactly.
+        if self._session is not None and not trainer.interrupted and not _loops.half_done(trainer):
             self._session.add_state(checkpoint)
 
     @override
@@ -204,16 +232,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._session.batch_starts()
 
     @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is not None and not pl_module.automatic_optimization:
-            self._session.gradients(pending=True)
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if self._session is not None:
-            self._session.gradients(pending=False)
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is not None:
             self._session.train_ends()
@@ -223,8 +241,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def _durable(self, path: str) -> None:
         assert self._session is not None
         self.last_model_path = path
-        for logger in self._session.loggers:
-            logger.after_save_checkpoint(proxy(self))
+        self._session.news.tell(proxy(self))
 
     @property
     def best_model_path(self) -> str:

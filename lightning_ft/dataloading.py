@@ -23,18 +23,17 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any
 
 import torch
-import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ft import _rng
-from lightning_ft._order import IndexSource, SamplerState, SeededDataset
+from lightning_ft._digest import digest
+from lightning_ft._order import IndexSource, RepeatedOrder, SamplerState, SeededDataset
 from lightning_ft.errors import RestoreError
 
 _log = logging.getLogger(__name__)
@@ -69,6 +68,7 @@ class Tracker:
         self._resume: dict[str, Any] | None = None
         self._begun = False
         self._loader: Any = None
+        self._owner: Any = None  # of the state, where there is one
         self.kind = ""
         self.passes = 0  # begun since the run began
         self.cycles = -1  # begun since the epoch began, less one
@@ -84,6 +84,7 @@ class Tracker:
         """This tracker speaks for `loader` (the original, not the tracked one)."""
         self._loader = loader
         self.kind = kind_of(loader)
+        self._owner = loader.dataset if self.kind == "dataset" else loader
         self._samplers = SamplerState(loader) if isinstance(loader, DataLoader) else None
 
     def describe(self) -> dict[str, Any]:
@@ -124,13 +125,20 @@ class Tracker:
             state["samplers"] = self._samplers.capture() if state["epoch_over"] else self._order_state
         if not self.passes:
             return state  # a loader that was never begun is the one the script makes, and to ask some begins them
-        if self.kind == "stateful":
-            state["state"] = copy.deepcopy(self._loader.state_dict())
-        elif self.kind == "dataset":
-            state["state"] = copy.deepcopy(self._loader.dataset.state_dict())
-        if self._fetching is not None and self.kind in ("stateful", "dataset"):
-            state["fetching"] = self._fetching.state
+        if self.kind in ("stateful", "dataset"):
+            state["state"] = copy.deepcopy(self._owner.state_dict())
+            if self._fetching is not None:
+                state["fetching"] = self._fetching.state
         return state
+
+    def samplers(self) -> dict[str, Any] | None:
+        """What decides the next order of this loader's samplers, as plain data."""
+        return None if self._samplers is None else self._samplers.capture()
+
+    def restore_samplers(self, state: dict[str, Any] | None) -> None:
+        """The next order is the one that was next at `samplers`."""
+        if self._samplers is not None and state is not None:
+            self._samplers.restore(state)
 
     def resume(self, state: dict[str, Any]) -> None:
         """The next pass opened continues at `state` (of `position`); nothing is fetched before that.
@@ -168,8 +176,11 @@ class Tracker:
         if state is not None:
             self.passes = state["passes"]
             self._load(state)
-            if self.kind == "stateful" and state["begun"] and not _leaves_by_itself(state["state"]):
-                self._leave_pass(create, state["state"])
+            if "state" in state and state["begun"] and not _leaves_by_itself(state["state"]):
+                samplers = self._samplers.capture() if self._samplers is not None else None
+                self._leave_pass(create, state)
+                if self._samplers is not None and samplers is not None and self._repeated_sampler() is not None:
+                    self._samplers.restore(samplers)  # leaving the old pass drew an order
         self.passes = self.passes + 1 if self._number_pass is None else self._number_pass()
         self.cycles += 1
         self.delivered = 0
@@ -195,23 +206,44 @@ class Tracker:
         return iterator
 
     def _load(self, state: dict[str, Any]) -> None:
-        if "state" not in state:
-            return
-        owner = self._loader if self.kind == "stateful" else self._loader.dataset
-        owner.load_state_dict(state["state"])
+        if "state" in state:
+            self._owner.load_state_dict(state["state"])
 
-    def _leave_pass(self, create: Callable[[], Iterator[Any]], state: Any) -> None:
+    def _leave_pass(self, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> None:
         # The state was taken at the last batch of an epoch, and says so; what the run did next was to ask for another
         # iterator. Doing the same leaves the old pass behind: taking the first iterator for the new epoch would give
-        # an epoch without batches. A generator reads its position when it first runs.
-        old = self._create(create, None)
-        if not isinstance(old, GeneratorType):
-            return
+        # an epoch without batches. A generator reads its position when it first runs, and so does a dataset.
+        ended = state["exhausted"] or state["delivered"] == _length(self._loader)
+        if ended and self.kind == "dataset":
+            return  # its first iterator will have no items: see `reopen`
         with _rng.Stream(self._seed("leave", self._rank)).active():
-            begun = next(old, _END) is not _END
-            old.close()
-        if begun:  # it saw by itself that its data had ended, and the batch is one of the new pass
-            self._loader.load_state_dict(state)
+            old = self._create(create, None)
+            if self.kind == "stateful" and not isinstance(old, GeneratorType):
+                return
+            if ended and next(old, _END) is not _END:
+                self._load(state)  # it saw by itself that its data had ended: the batch was one of the new pass
+            elif not ended and not self._goes_on(create, state):
+                next(self._create(create, None), None)
+
+    def _goes_on(self, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> bool:
+        # The epoch ended before the data did. Some iterate on from there in the next epoch, others begin anew, and
+        # nothing tells which but a trial: two iterators end where one that was asked twice does, or they do not.
+        def after(iterators: int, batches: int) -> str | None:
+            self._load(state)
+            for _ in range(iterators):
+                iterator = self._create(create, None)
+                for _ in range(batches):
+                    next(iterator, None)
+            return digest(self._owner.state_dict())
+
+        asked_again, asked_once = after(2, 1), after(1, 2)
+        self._load(state)
+        if asked_again is None:
+            raise RestoreError(
+                f"train dataloader {self._index}: its epoch ended before its data, and its state cannot be pickled, "
+                "so nothing tells whether the next epoch goes on or begins anew"
+            )
+        return asked_again == asked_once
 
     def reopen(self, create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The pass just opened, which turned out to be the end of the one before, is opened anew."""
@@ -285,7 +317,7 @@ class Tracker:
         """Inside, `loader` builds its iterator from seeded indices and a seeded dataset; afterwards it is as it was."""
         # DataLoader.__setattr__ refuses these names after construction, hence the dictionary.
         fields = vars(loader)
-        replaced: dict[str, Any] = {"generator": torch.Generator().manual_seed(self._seed("base"))}
+        replaced: dict[str, Any] = {"generator": torch.Generator().manual_seed(self._seed("base", self._rank))}
         if self.kind == "indexed":
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             seed_of = self._batch_seed if self._seed_batches else None
@@ -293,6 +325,14 @@ class Tracker:
         if self._seed_batches and kind_of_dataset(loader) == "map":
             self._dataset = SeededDataset(loader.dataset, self._seed("batch", self._rank))
             replaced["dataset"] = self._dataset
+        sampler = self._repeated_sampler()
+        if sampler is not None:
+            assert self._samplers is not None
+            # A copy, which the iterator keeps: many ask the sampler to begin when they are asked for their first batch.
+            replaced["batch_sampler"] = copy.copy(loader.batch_sampler)
+            replaced["batch_sampler"].sampler = RepeatedOrder(
+                sampler, self._samplers, self._order_stream, lambda: self.passes
+            )
         kept = {name: fields[name] for name in replaced}
         fields.update(replaced)
         try:
@@ -300,60 +340,21 @@ class Tracker:
         finally:
             fields.update(kept)
 
+    def _repeated_sampler(self) -> Any:
+        """The sampler of a loader that keeps its own state, if that state does not hold the sampler's."""
+        batches = getattr(self._loader, "batch_sampler", None)
+        if self.kind != "stateful" or self._samplers is None or kind_of_dataset(self._loader) != "map":
+            return None
+        # Batch samplers of users may do anything with their samplers.
+        known = type(batches).__name__ == "BatchSampler" and type(batches).__module__.startswith("torch")
+        sampler = getattr(batches, "sampler", None)
+        return sampler if known and not _is_stateful(sampler) else None
+
     def _order_stream(self) -> _rng.Stream:
         return _rng.Stream(self._seed("order"))
 
     def _batch_seed(self, ordinal: int) -> int:
         return _rng.mix(self._seed("batch", self._rank), ordinal)
-
-
-class TrackedIterator:
-    """Iterator over a tracked loader that opens its pass at the first batch asked for.
-
-    Lightning asks for an iterator long before it asks for a batch: before the sampler's epoch is set, and before a
-    checkpoint is restored. An iterator opened then starts its workers on the wrong order, or a second time.
-    """
-
-    def __init__(self, tracker: Tracker, create: Callable[[], Iterator[Any]]) -> None:
-        self._tracker = tracker
-        self._create = create
-        self._iterator: Iterator[Any] | None = None
-
-    def __iter__(self) -> TrackedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        fresh = self._iterator is None
-        if self._iterator is None:
-            self._iterator = self._tracker.open(self._create)
-        try:
-            return self._tracker.fetch(self._iterator)
-        except StopIteration:
-            if not fresh or self._tracker.delivered or self._tracker.kind not in ("stateful", "dataset"):
-                raise
-        # A loader with a state of its own that stood at the end of its data has now noticed; its next pass is the one
-        # that was asked for. Without this an epoch would silently have no batches.
-        self._iterator = self._tracker.reopen(self._create)
-        return self._tracker.fetch(self._iterator)
-
-
-def track(loader: Any, tracker: Tracker) -> Any:
-    """A loader that yields what `loader` yields and whose place `tracker` knows. `loader` itself is left as it is."""
-    original = getattr(loader, "_ft_original", loader)
-    tracker.attach(original)
-    if isinstance(original, DataLoader):
-        # A twin of the user's loader: same fields, a class that derives from its class. No constructor runs, since
-        # subclasses have constructors of their own.
-        cls = _tracked_class(type(original), tracker.kind)
-        tracked: Any = object.__new__(cls)
-        vars(tracked).update({**vars(original), "_ft_tracker": tracker, "_ft_original": original, "_iterator": None})
-        if tracker.kind == "stateful":
-            tracker._loader = tracked  # its state lives in the object that is iterated
-        elif tracker.kind == "replay":
-            # Workers that outlive a pass carry random state into the next one, which no restart could give back.
-            vars(tracked)["persistent_workers"] = False
-        return tracked
-    return (_TrackedStateful if tracker.kind == "stateful" else _TrackedIterable)(original, tracker)
 
 
 def kind_of(loader: Any) -> str:
@@ -376,60 +377,6 @@ def kind_of_dataset(loader: DataLoader[Any]) -> str:
     return "pipe" if isinstance(dataset, pipes) else "map"
 
 
-def digest(batch: Any) -> str | None:
-    """A digest of a batch's bits; None when it holds something that cannot be pickled."""
-    try:
-        return _digest(batch)
-    except Exception as error:  # pickling runs code of the batch's classes, which may raise anything
-        _log.debug("no digest of a %s: %s", type(batch).__name__, error)
-        return None
-
-
-def _digest(value: Any) -> str:
-    hasher = xxhash.xxh3_128()
-    _DigestPickler(hasher).dump(value)
-    return str(hasher.hexdigest())
-
-
-class _DigestPickler(pickle.Pickler):
-    """A pickle into a hash, without what differs between processes for equal values."""
-
-    def __init__(self, hasher: Any) -> None:
-        super().__init__(_HashSink(hasher), protocol=4)
-        self.fast = True  # equal objects and the same object twice give the same pickle
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # its pickle would hold the address of its storage
-            return _tensor_identity(value.detach())
-        if isinstance(value, (set, frozenset)):  # the order of strings in it is another in every process
-            return type(value).__name__, sorted(_digest(item) for item in value)
-        return None
-
-
-class _HashSink:
-    def __init__(self, hasher: Any) -> None:
-        self._hasher = hasher
-
-    def write(self, data: Any) -> int:
-        self._hasher.update(data)
-        return len(data)
-
-
-def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    kind = str(tensor.layout), str(tensor.dtype), tuple(tensor.shape)
-    if tensor.layout == torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-        bits: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
-        return *kind, xxhash.xxh3_128_hexdigest(bits)
-    return *kind, *(_tensor_identity(part) for part in parts)
-
-
 def _length(value: Any) -> int | None:
     try:
         return len(value)
@@ -444,58 +391,3 @@ def _leaves_by_itself(state: Any) -> bool:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-class _TrackedDataLoader:
-    """Mixed in before the class of a `DataLoader`."""
-
-    _ft_tracker: Tracker
-
-    def __iter__(self) -> TrackedIterator:
-        return TrackedIterator(self._ft_tracker, super().__iter__)  # type: ignore[misc]
-
-    def _get_iterator(self) -> Any:
-        with self._ft_tracker.substituted(self):
-            return super()._get_iterator()  # type: ignore[misc]
-
-
-class _Resumable:
-    """Tells Lightning that the position of this loader is kept, so that it does not warn of the opposite."""
-
-    _ft_tracker: Tracker
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._ft_tracker.position(epoch_over=False)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._ft_tracker.resume(state)
-
-
-def _tracked_class(original: type, kind: str) -> type:
-    bases: tuple[type, ...] = (_TrackedDataLoader, original)
-    if kind != "stateful":
-        bases = (_TrackedDataLoader, _Resumable, original)
-    return type(original.__name__, bases, {"__module__": original.__module__, "__qualname__": original.__qualname__})
-
-
-class _TrackedStateful:
-    """Stands before a loader that is no `DataLoader`; everything but iteration is the loader's own."""
-
-    def __init__(self, original: Any, tracker: Tracker) -> None:
-        self._ft_original = original
-        self._ft_tracker = tracker
-
-    def __iter__(self) -> TrackedIterator:
-        return TrackedIterator(self._ft_tracker, lambda: iter(self._ft_original))
-
-    def __len__(self) -> int:
-        return len(self._ft_original)  # TypeError where the original has no length, as Lightning expects
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_ft_"):
-            raise AttributeError(name)
-        return getattr(self._ft_original, name)
-
-
-class _TrackedIterable(_Resumable, _TrackedStateful):
-    """Stands before an iterable that keeps no state."""

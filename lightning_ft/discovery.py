@@ -36,7 +36,7 @@ class Selection:
     passed_over: tuple[tuple[str, str], ...]
     """Paths that were looked at before it and cannot be used, each with the reason."""
     foreign: tuple[CheckpointInfo, ...]
-    """Checkpoints that are of no run of ours, such as plain Lightning's `last.ckpt`; never chosen here."""
+    """Other checkpoints: of plain Lightning, of a `ModelCheckpoint` of the run; never chosen here."""
     empty: bool
     """Whether there is no checkpoint of any run of ours at all, good or bad."""
 
@@ -168,8 +168,14 @@ def _select(dirpath: str, depth: Depth, storage_options: Mapping[str, Any] | Non
 
 
 def _run_of(info: CheckpointInfo) -> str | None:
-    """The run that can be continued from the checkpoint, None if there is none."""
+    """The run that can be continued from the checkpoint, None if there is none.
+
+    What other callbacks save is in the middle of things: a restart from it would leave out a validation, or a step of
+    a scheduler.
+    """
     if info.problem is not None or info.manifest is None or info.manifest.run_id == _NO_RUN:
+        return None
+    if info.manifest.boundary == "none":
         return None
     return info.manifest.run_id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
@@ -31,6 +33,9 @@ KEY = "lightning_ft"
 
 GIVE_UP_AFTER = 3
 """Failed saves in a row after which a run stops, whatever `on_error` says: it is running without a net."""
+
+
+_FIT_TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).parameters  # since Lightning 2.6
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         when_busy: What a due save does while another one waits behind the one being written: ``"wait"`` for it, or
             ``"skip"`` and try again at the next step. Saves asked for by other callbacks always wait.
         verify: What is checked before a checkpoint is used: ``"full"`` every byte against its digest, ``"size"`` the
-            manifest and the size, ``"off"`` nothing.
+            manifest and the size, ``"off"`` only that the manifest, where there is one, is undamaged.
         on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
             there and the run goes on; the third failure in a row stops it.
         retries: How often a write is tried again after an error that may pass (timeouts, connections, busy storage).
@@ -103,6 +108,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self._loaded_path: str | None = None
         self._verified: str | None = None
         self._warned_unsafe = False
+        self._between_fits = False
 
     @property
     def writer(self) -> Writer:
@@ -120,8 +126,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     ) -> None:
         """`checkpoint` is copied and will be written to `path`; what is under `path` now stays until then.
 
-        Thread: main. Blocks on: the copy, and on a save that waits already. On disk after: nothing yet (with
-        ``async_save=False``: the checkpoint).
+        Thread: main. Blocks on: the copy, and on a save that waits already. On disk after: nothing yet; with
+        ``async_save=False``, or once a fit has ended (``trainer.save_checkpoint("final.ckpt")`` as the last line of a
+        script), the checkpoint.
 
         Raises:
             ConfigurationError: `storage_options` is given by anybody but our callback; they belong to the plugin.
@@ -143,7 +150,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         except Exception as error:
             self.writer.record_failure(path, manifest.step, error)
         else:
-            if self.async_save:
+            if self.async_save and not self._between_fits:
                 self.writer.save(task)
             else:
                 self.writer.save_now(task)
@@ -158,22 +165,31 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         A file without a manifest (plain Lightning wrote it) is loaded and said to be unverified.
 
         Raises:
-            CorruptCheckpointError: The file is not what was written.
+            CorruptCheckpointError: The file is not what was written, or was ours and has lost its manifest.
             FileNotFoundError: There is no such file.
         """
         path = _names.normalise(path)
         self.drain()
         if not self._storage.exists(path):
             raise FileNotFoundError(f"checkpoint not found: {path}")
+        if not self._storage.is_file(path):
+            raise CorruptCheckpointError(path, 'is a directory; give a file in it, or ckpt_path="last"')
         manifest = self._verify(path)
+        if weights_only is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
+            weights_only = False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
         with self._storage.open_read(path) as file:
             checkpoint: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
-        if (
-            manifest is not None
-            and checkpoint.get(KEY, {}).get("generation", manifest.generation) != manifest.generation
-        ):
+        ours = checkpoint.get(KEY)
+        if manifest is None and ours is not None and self.verify != "off":
+            raise CorruptCheckpointError(
+                path,
+                "holds the state of a run but no manifest, so another tool has written it anew and nothing in it can "
+                'be verified; FaultTolerantCheckpointIO(verify="off") loads it all the same',
+            )
+        if manifest is not None and (ours or {}).get("generation", manifest.generation) != manifest.generation:
             raise CorruptCheckpointError(path, "the state inside and the manifest are of different saves")
-        self._loaded_path = path
+        if manifest is None or manifest.run_id:  # not a file that a tuner put aside for a moment
+            self._loaded_path = path
         return checkpoint
 
     @override
@@ -207,14 +223,23 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         Raises:
             SaveError: A save failed and nobody has reported it yet (unless another error is on its way already).
         """
+        self._between_fits = True
         if self._writer is None:
             return
         self._writer.close()
-        if sys.exc_info()[1] is None:
-            self._report()
-        elif (failure := self._writer.take_failure()) is not None:
-            _log.error("%s", failure)  # raising here would hide the error that ended the run
-        self._writer = None
+        try:
+            if sys.exc_info()[1] is None:
+                self._report()
+            elif (failure := self._writer.take_failure()) is not None:
+                _log.error("%s", failure)  # raising here would hide the error that ended the run
+        finally:
+            self._writer = None
+
+    def fit_begins(self, *, require_weights_only: bool) -> None:
+        """A callback reports failures from here on, on all ranks, and saves are made in the background again."""
+        self.reports_failures = False
+        self.require_weights_only = require_weights_only
+        self._between_fits = False
 
     def _report(self) -> None:
         if not self.reports_failures or self._writer is None:

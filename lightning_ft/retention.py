@@ -12,7 +12,7 @@ from lightning_ft.manifest import CheckpointInfo
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the newest `keep_last` checkpoints (-1: all), and multiples of `keep_every_n_train_steps`.
+    """Keep the newest `keep_last` checkpoints (-1: all), and one per multiple of `keep_every_n_train_steps`.
 
     Raises:
         ConfigurationError: A value is no whole number, or out of range.
@@ -65,7 +65,22 @@ def plan(
         return [Decision(info.path, True, "the newest checkpoint is not known to be good") for info in ordered]
     ours = [info.path for info in ordered if _untouchable(info, run_id) is None]
     last = frozenset(ours if retention.keep_last == -1 else ours[: retention.keep_last])
-    return [_decide(info, retention, run_id, newest, pinned, last) for info in ordered]
+    milestones = _milestones([info for info in ordered if _untouchable(info, run_id) is None], retention)
+    return [_decide(info, retention, run_id, newest, pinned, last, milestones) for info in ordered]
+
+
+def _milestones(ours: Sequence[CheckpointInfo], retention: Retention) -> frozenset[str]:
+    """Checkpoints with which a multiple of `keep_every_n_train_steps` was reached or passed; saves may miss it."""
+    every = retention.keep_every_n_train_steps
+    if every is None:
+        return frozenset()
+    found, passed = set(), 0
+    for info in reversed(ours):  # oldest first
+        assert info.manifest is not None
+        if info.manifest.step // every > passed:
+            passed = info.manifest.step // every
+            found.add(info.path)
+    return frozenset(found)
 
 
 def _untouchable(info: CheckpointInfo, run_id: str) -> str | None:
@@ -90,18 +105,18 @@ def _decide(
     newest: str,
     pinned: frozenset[str],
     last: frozenset[str],
+    milestones: frozenset[str],
 ) -> Decision:
     """The first rule that keeps the checkpoint, or its deletion."""
     why_not = _untouchable(info, run_id)
     if why_not is not None or info.manifest is None:
         return Decision(info.path, True, why_not or "written by another tool")
-    every = retention.keep_every_n_train_steps
     if info.path == newest:
         return Decision(info.path, True, "the newest")
     if info.path in last:
         return Decision(info.path, True, f"among the newest {len(last)}")
     if info.path in pinned:
         return Decision(info.path, True, "pinned")
-    if every is not None and info.manifest.step % every == 0:
-        return Decision(info.path, True, f"step {info.manifest.step} is a multiple of {every}")
+    if info.path in milestones:
+        return Decision(info.path, True, f"the first at or after a multiple of {retention.keep_every_n_train_steps}")
     return Decision(info.path, False, f"older than the newest {len(last)}")

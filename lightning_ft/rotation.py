@@ -31,7 +31,7 @@ def rotate(
     storage = Storage(storage_options)
     try:
         infos = discovery.list_checkpoints(dirpath, storage_options)
-    except OSError as error:
+    except Exception as error:  # stores have errors of their own classes
         _log.warning("no rotation after %s: cannot list %s: %s", newest, dirpath, error)
         events.emit(events.DeleteSkipped(dirpath, f"{type(error).__name__}: {error}"))
         return
@@ -40,6 +40,6 @@ def rotate(
             continue
         try:
             storage.remove(decision.path)
-        except OSError as error:
+        except Exception as error:
             _log.warning("could not remove %s: %s", decision.path, error)
             events.emit(events.DeleteSkipped(decision.path, f"{type(error).__name__}: {error}"))

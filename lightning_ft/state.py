@@ -82,7 +82,7 @@ def match_optimizer_states(
         if any(order != sorted(order) for order in orders):
             state = copy.copy(state)
             state["param_groups"] = [
-                {**group, "params": [group["params"][i] for i in order]}
+                {**group, **{key: [group[key][i] for i in order] for key in ("params", "param_names") if key in group}}
                 for group, order in zip(state["param_groups"], orders, strict=True)
             ]
             changed.append(f"optimizer {number}: parameters are in another order than when saved; matched by name")
@@ -135,6 +135,25 @@ def restore_requires_grad(module: nn.Module, saved: dict[str, bool]) -> list[str
         return []
     shown = ", ".join(name for name, _ in wrong[:5]) + (", ..." if len(wrong) > 5 else "")
     return [f"requires_grad of {len(wrong)} parameters was set back to what was saved ({shown})"]
+
+
+def held_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Gradients that the next step may add to, by parameter name, on the CPU.
+
+    In automatic optimization there are none at a step boundary: Lightning clears them before the next backward. In
+    manual optimization only the user's code knows, so all are kept that are there; `zero_grad` after an optimizer's
+    step keeps them out of the checkpoint.
+    """
+    if getattr(module, "automatic_optimization", True):
+        return {}
+    return {name: p.grad.detach().cpu() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def restore_gradients(module: nn.Module, saved: dict[str, Tensor]) -> None:
+    """The parameters hold the gradients they held when saved."""
+    for name, parameter in module.named_parameters():
+        if name in saved:
+            parameter.grad = saved[name].to(parameter.device, copy=True)
 
 
 def versions() -> dict[str, str]:

@@ -126,11 +126,14 @@ class Storage:
         dirpath = normalise(dirpath)
         paths = [join(dirpath, name) for name in self.listdir(dirpath) if parse_leftover(name)]
         for path in paths:
-            if is_local(path):
-                _unlink(path)
-            else:
-                self._fs(path).rm(path, recursive=True)
-            emit(LeftoverRemoved(path))
+            # A process that starts at the same time tries the directory out before it finds it locked: its probe may
+            # be gone by now.
+            with contextlib.suppress(FileNotFoundError):
+                if is_local(path):
+                    _unlink(path)
+                else:
+                    self._fs(path).rm(path, recursive=True)
+                emit(LeftoverRemoved(path))
         return paths
 
     def read_manifest(self, path: str) -> tuple[Manifest | None, int]:
@@ -179,6 +182,10 @@ class Storage:
         """Size in bytes of the file `path`."""
         path = normalise(path)
         return os.stat(path).st_size if is_local(path) else _object_size(self._fs(path), path)
+
+    def is_file(self, path: str) -> bool:
+        """Whether `path` is one file, and no directory."""
+        return os.path.isfile(path) if is_local(path) else bool(self._fs(path).isfile(path))
 
     def exists(self, path: str) -> bool:
         """Whether there is something at `path`; a storage that does not answer raises and is not "no"."""

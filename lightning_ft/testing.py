@@ -27,6 +27,9 @@ from lightning_ft._recorder import KillPoint, KillSwitch, Recorder
 
 __all__ = ["Comparison", "KillPoint", "assert_resume_exact"]
 
+PRELOADED = ["lightning_ft.callback", "lightning_ft.testing", "torch._dynamo"]
+"""What fresh processes have imported from the start: all that a training imports, which takes seconds."""
+
 _Record = dict[str, Any]
 
 
@@ -183,7 +186,7 @@ def _start(run: _Run, timeout: timedelta) -> None:
     """The run has ended as it should: by its kill point, or by itself without an error."""
     # A server forks the fresh processes: they have torch and lightning imported, and nothing else of this process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_ft.callback", "lightning_ft.testing"])
+    context.set_forkserver_preload(PRELOADED)
     processes = [context.Process(target=_train, args=(run, rank)) for rank in range(run.world_size)]
     for process in processes:
         process.start()

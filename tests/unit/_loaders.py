@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from lightning_ft.dataloading import Tracker, track
+from lightning_ft._tracked import track
+from lightning_ft.dataloading import Tracker
 
 LENGTH = 11
 Item = tuple[int, float]
@@ -203,7 +204,7 @@ def through_a_file(state: Any) -> Any:
 
 def disturb_global_state(seed: int) -> None:
     """What training draws between two batches, of which the data must know nothing."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # without torch.manual_seed's care for accelerators
     np.random.seed(seed)
     random.seed(seed)
 

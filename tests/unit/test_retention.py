@@ -41,7 +41,8 @@ NEWEST = FIVE[-1].path
         (Retention(1), [10, 30], [20, 40]),
         (Retention(1, 20), [], [10, 30]),
         (Retention(1, 20), [10], [30]),
-        (Retention(2, 7), [], [10, 20, 30]),
+        (Retention(2, 7), [], []),
+        (Retention(1, 25), [], [10, 20, 40]),
     ],
     ids=[
         "default",
@@ -52,7 +53,8 @@ NEWEST = FIVE[-1].path
         "pinned",
         "every-20",
         "both",
-        "every-7",
+        "every-one-passes-a-multiple-of-7",
+        "first-after-25",
     ],
 )
 def test_what_is_deleted(retention: Retention, pinned: list[int], expected: list[int]) -> None:

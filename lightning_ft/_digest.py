@@ -1,0 +1,67 @@
+"""A digest of any value's bits, the same in every process: how a batch or a state is told from another."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import Any
+
+import torch
+import xxhash
+
+_log = logging.getLogger(__name__)
+
+
+def digest(batch: Any) -> str | None:
+    """A digest of a batch's bits; None when it holds something that cannot be pickled."""
+    try:
+        return _digest(batch)
+    except Exception as error:  # pickling runs code of the batch's classes, which may raise anything
+        _log.debug("no digest of a %s: %s", type(batch).__name__, error)
+        return None
+
+
+def _digest(value: Any) -> str:
+    hasher = xxhash.xxh3_128()
+    _DigestPickler(hasher).dump(value)
+    return str(hasher.hexdigest())
+
+
+class _DigestPickler(pickle.Pickler):
+    """A pickle into a hash, without what differs between processes for equal values."""
+
+    def __init__(self, hasher: Any) -> None:
+        super().__init__(_HashSink(hasher), protocol=4)
+        self.fast = True  # equal objects and the same object twice give the same pickle
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # its pickle would hold the address of its storage
+            return _tensor_identity(value.detach())
+        if isinstance(value, (set, frozenset)):  # the order of strings in it is another in every process
+            return type(value).__name__, sorted(_digest(item) for item in value)
+        return None
+
+
+class _HashSink:
+    def __init__(self, hasher: Any) -> None:
+        self._hasher = hasher
+
+    def write(self, data: Any) -> int:
+        self._hasher.update(data)
+        return len(data)
+
+
+def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    kind = str(tensor.layout), str(tensor.dtype), tuple(tensor.shape)
+    if tensor.layout == torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        # Not `contiguous`: a single element counts as that with any stride, and cannot be viewed as bytes with most.
+        plain = tensor.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+        bits: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+        return *kind, xxhash.xxh3_128_hexdigest(bits)
+    return *kind, *(_tensor_identity(part) for part in parts)

@@ -1,0 +1,68 @@
+"""Loggers hear of a checkpoint when it is durable, whichever callback has saved it.
+
+Lightning's `ModelCheckpoint` tells them as soon as its save has returned. With a background writer there is no file
+yet, and a logger that uploads it finds nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_ft import _loops
+
+_log = logging.getLogger(__name__)
+
+
+class News:
+    """What other callbacks tell the loggers of a trainer is held back until the save it is about is over.
+
+    Thread: main.
+
+    Args:
+        trainer: The trainer.
+        saves: How many saves were submitted so far, and how many of these are over (they are in order).
+    """
+
+    def __init__(self, trainer: pl.Trainer, saves: Callable[[], tuple[int, int]]) -> None:
+        self._saves = saves
+        self._held: list[tuple[int, Callable[[Any], None], Any]] = []
+        self._loggers = [(logger, logger.after_save_checkpoint) for logger in trainer.loggers]
+
+    def install(self) -> Callable[[], None]:
+        """News are held back until the returned function is called, which passes on what is left."""
+        undo = [
+            _loops.replaced(logger, "after_save_checkpoint", partial(self._hold, tell))
+            for logger, tell in self._loggers
+        ]
+
+        def remove() -> None:
+            for step in undo:
+                step()
+            held, self._held = self._held, []
+            for _, tell, callback in held:
+                try:
+                    tell(callback)
+                except Exception:  # the run is over: nothing may hide how it ended
+                    _log.exception("a logger failed on the news of a checkpoint")
+
+        return remove
+
+    def _hold(self, tell: Callable[[Any], None], callback: Any) -> None:
+        self._held.append((self._saves()[0], tell, callback))
+
+    def pass_on(self) -> None:
+        """What was held back for saves that are over by now is told."""
+        over = self._saves()[1]
+        while self._held and self._held[0][0] <= over:
+            _, tell, callback = self._held.pop(0)
+            tell(callback)
+
+    def tell(self, callback: Any) -> None:
+        """Every logger is told at once: of a checkpoint that is known to be durable."""
+        for _, tell in self._loggers:
+            tell(callback)

@@ -1,0 +1,76 @@
+"""For all tests: what some of them need of the machine, and that each of them leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from multiprocessing import forkserver
+
+import pytest
+
+from lightning_ft import events, testing
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "needs(what, ...): skipped where the machine lacks one of root, mount, strace, unzip; with CI=true that fails",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fresh processes are forked from one server, whichever test asks first; without this it would import nothing."""
+    forkserver.set_forkserver_preload(testing.PRELOADED)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    missing = [what for mark in item.iter_markers("needs") for what in mark.args if not _has(what)]
+    if not missing:
+        return
+    reason = f"needs {', '.join(missing)}"
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        # A machine that cannot run them would otherwise make them pass for ever.
+        pytest.fail(f"{reason}, and nothing is skipped with CI=true", pytrace=False)
+    pytest.skip(reason)
+
+
+@functools.cache
+def _has(what: str) -> bool:
+    if what == "root":
+        return os.geteuid() == 0
+    if what == "mount":
+        return _can_mount()
+    return shutil.which(what) is not None
+
+
+def _can_mount() -> bool:
+    """Whether a small tmpfs can be mounted: root inside a container often cannot."""
+    with tempfile.TemporaryDirectory() as place:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, check=False
+        )
+        if mounted.returncode == 0:
+            subprocess.run(["umount", place], check=True)
+        return mounted.returncode == 0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """No thread of ours and no observer outlives the test that made it."""
+    observers, threads = set(events._observers), set(_our_threads())
+    yield
+    left = [t.name for t in _our_threads() if t not in threads]
+    registered = [o for o in events._observers if o not in observers]
+    # The next tests are not to suffer for it.
+    events._observers = tuple(o for o in events._observers if o in observers)
+    assert not left, f"threads left running: {left}"
+    assert not registered, f"observers left registered: {registered}"
+
+
+def _our_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("lightning-ft")]
