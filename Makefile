@@ -51,7 +51,9 @@ $(LOWEST)/.stamp: pyproject.toml constraints.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.stamp
-	$(LOWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -p no:cacheprovider tests/trainer/test_exact.py
+	$(LOWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -p no:cacheprovider \
+	  tests/trainer/test_exact.py tests/trainer/test_boundaries.py tests/trainer/test_lifecycle.py \
+	  tests/trainer/test_plain_compatibility.py tests/format
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -66,4 +68,4 @@ bench: $(STAMP)
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .coverage*
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(LOWEST) \) -prune -o -name __pycache__ -type d -exec rm -rf {} +

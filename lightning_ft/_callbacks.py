@@ -1,13 +1,39 @@
-"""State of Lightning's own callbacks that it saves and does not load again."""
+"""What Lightning's own callbacks need beside us: state that it saves and does not load, files not yet written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 from lightning_ft import _loops
+
+
+def see_queued_files(trainer: pl.Trainer, wait_for: Callable[[str], None]) -> Callable[[], None]:
+    """Every `ModelCheckpoint` finds a name taken by a save that is still queued, until the returned function is called.
+
+    It looks for a free name on the disk, where a queued save is not yet, and would be given the same name again.
+
+    Args:
+        trainer: The trainer.
+        wait_for: Returns when no save to the path it is given is queued or being written.
+    """
+    callbacks = [c for c in _loops.callbacks(trainer) if isinstance(c, ModelCheckpoint)]
+    undo = [_loops.replaced(c, "file_exists", partial(_file_exists, c.file_exists, wait_for)) for c in callbacks]
+
+    def remove() -> None:
+        for step in undo:
+            step()
+
+    return remove
+
+
+def _file_exists(original: Callable[..., bool], wait_for: Callable[[str], None], filepath: str, *args: Any) -> bool:
+    wait_for(filepath)
+    return original(filepath, *args)
 
 
 def saved_scores(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class Writer:
         self._failure: SaveError | None = None
         self._held_back: list[str] = []
         self._last_save_failed = False
+        self._writing = ""
         self._submitted = 0
         self._begun = 0
         self._over = 0
@@ -100,6 +101,12 @@ class Writer:
         """Whether `save` would wait: a save is waiting behind the one that runs."""
         with self._condition:
             return self._running and self._waiting_saves() > 0
+
+    def holds(self, path: str) -> bool:
+        """Whether a save to `path` is queued or being written."""
+        with self._condition:
+            queued = any(isinstance(t, SaveTask) and t.path == path for t in self._tasks)
+            return queued or (self._running and self._writing == path)
 
     @property
     def saves(self) -> tuple[int, int]:
@@ -190,7 +197,7 @@ class Writer:
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()
-                self._running = True
+                self._running, self._writing = True, task.path
                 self._condition.notify_all()
             try:
                 if isinstance(task, SaveTask):

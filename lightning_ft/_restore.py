@@ -16,10 +16,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_ft import _callbacks, _loops, _metrics, _resume, _rng, events, state
+from lightning_ft import _callbacks, _compare, _loops, _metrics, _rng, events, state
+from lightning_ft._compare import RestoreReport
 from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
-from lightning_ft._resume import RestoreReport
 from lightning_ft.errors import RestoreError, TopologyError
 from lightning_ft.plugin import KEY
 
@@ -65,8 +65,8 @@ def build_state(
         "ranks": per_rank,
         "requires_grad": state.requires_grad_map(trainer.lightning_module),
         "optimizers": state.optimizer_layout(trainer.optimizers, trainer.lightning_module),
-        "fingerprint": _resume.fingerprint(trainer, loaders.describe(), ranks.world_size),
-        "planned": _resume.planned(trainer),
+        "fingerprint": _compare.fingerprint(trainer, loaders.describe(), ranks.world_size),
+        "planned": _compare.planned(trainer),
         "seed": seed,
         "reloads": _loops.reloads(trainer),
         "should_stop": _loops.stopped_early(trainer) and not stopping,
@@ -115,7 +115,7 @@ class Restore:
         if self._saved["boundary"] == "none":
             self.report.noted.append("saved by another callback, not at a boundary: a restart from it may not be exact")
         self._scores = _callbacks.saved_scores(checkpoint)
-        _resume.compare_checkpoint(self.report, checkpoint, trainer)
+        _compare.compare_checkpoint(self.report, checkpoint, trainer)
         if self._saved["should_stop"]:
             trainer.should_stop = True  # a finished run stays finished
             if ranks.is_zero:
@@ -186,9 +186,9 @@ class Restore:
         _callbacks.restore_scores(trainer, self._scores)
         _callbacks.restore_weight_averaging(trainer)
         _loops.restore_accumulation(trainer, saved["fingerprint"]["accumulate_grad_batches"])
-        present = _resume.fingerprint(trainer, self._loaders.describe(), self._ranks.world_size)
-        _resume.compare(self.report, saved["fingerprint"], present, other_data=self._remade)
-        _resume.compare_plan(self.report, saved["planned"], _resume.planned(trainer))
+        present = _compare.fingerprint(trainer, self._loaders.describe(), self._ranks.world_size)
+        _compare.compare(self.report, saved["fingerprint"], present, other_data=self._remade)
+        _compare.compare_plan(self.report, saved["planned"], _compare.planned(trainer))
         if saved["seed"] != os.environ.get("PL_GLOBAL_SEED"):
             self.report.noted.append(
                 f"seed {os.environ.get('PL_GLOBAL_SEED')} is not used: the run has {saved['seed']}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_ft import _loops, _names, _rng, events, rotation
+from lightning_ft import _callbacks, _loops, _names, _rng, events, rotation
 from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._lock import DirectoryLock
@@ -113,13 +113,17 @@ class Session:
         self.news = News(trainer, self._saves)
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
-            events.observe(self._on_event),
+            events.observe(self._on_event), _callbacks.see_queued_files(trainer, self._wait_for),
         ]  # fmt: skip
         if plugin is not None:
             plugin.fit_begins(require_weights_only=settings.strict)
 
     def _saves(self) -> tuple[int, int]:
         return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
+
+    def _wait_for(self, path: str) -> None:
+        if self._plugin is not None and self._ranks.is_zero:
+            self._plugin.wait_for(path)
 
     def _open_directory(self) -> tuple[set[str], int, str]:
         """Ranks: zero. Names in the directory, the ordinal of this start, and the id of the run if it is a new one."""

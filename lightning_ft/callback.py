@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_ft import _last, _loops, _names
+from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._session import Session, Settings
 from lightning_ft.discovery import Depth
@@ -189,16 +189,16 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         dirpath = self._directory(trainer)
         depth: Depth = "full" if plugin is None or plugin.verify == "full" else "size"
         options = plugin.storage_options if plugin is not None else None
-        path, ours = ranks.decide(lambda: _last.choose(dirpath, depth, options))
+        path, ours = ranks.decide(lambda: _choose.choose(dirpath, depth, options))
         if path is None:
             # Then Lightning takes the ``last.ckpt`` of another `ModelCheckpoint`, if there is one.
             if ranks.is_zero and not any(c._find_last_checkpoints(trainer) for c in self._other_checkpoints(trainer)):
-                _last.announce_fresh_start(dirpath, options)
+                _choose.announce_fresh_start(dirpath, options)
             return set()
         if plugin is not None and ours and depth == "full" and ranks.is_zero:
             plugin.mark_verified(path)
         self._chosen = path
-        self._forget_choice = _last.insist(trainer, path)
+        self._forget_choice = _choose.insist(trainer, path)
         return {path}
 
     # -- one call each -------------------------------------------------------------------------------------------

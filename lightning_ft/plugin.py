@@ -216,6 +216,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if self._writer is not None:
             self._writer.drain()
 
+    def wait_for(self, path: str | os.PathLike[str]) -> None:
+        """No save to `path` is queued or being written. Thread: main. Blocks on: the writer, if one is."""
+        if self._writer is not None and self._writer.holds(_names.normalise(path)):
+            self._writer.drain()
+
     @override
     def teardown(self) -> None:
         """Everything submitted is durable or failed and no thread is left; the plugin can be used again.

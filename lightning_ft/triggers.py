@@ -65,8 +65,6 @@ class Facts:
     """Whether this is the boundary at the end of an epoch."""
     epochs: int
     """Epochs finished so far."""
-    secs_since_save: float = 0.0
-    """For messages only: clocks of ranks differ, so nothing is decided by it here."""
     accumulating: bool = False
     """Whether gradients of an unfinished accumulation are held, which no checkpoint contains."""
     time_due: bool = False

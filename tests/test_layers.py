@@ -17,7 +17,7 @@ LAYERS: dict[int, str] = {
     1: "manifest _attempt storage _lock",
     2: "discovery retention triggers rotation",
     3: "_engine _snapshot _rng _digest _dist _order _tracked dataloading state guards",
-    4: "callback _callbacks plugin _session _last _restore _loops _news _metrics _loaders _resume _recorder",
+    4: "callback _callbacks plugin _session _choose _restore _loops _news _metrics _loaders _compare _recorder",
     5: "testing cli drill report",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

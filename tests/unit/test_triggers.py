@@ -69,7 +69,6 @@ def test_resolve(trigger: Trigger, expected: Trigger) -> None:
         (EPOCHS, at(7, 5, epoch_finished=True), LastSave(0, 1), "epoch_end"),
         (TIME, at(7), LastSave(6), None),
         (TIME, at(7, time_due=True), LastSave(6), "time"),
-        (TIME, at(7, secs_since_save=1e9), LastSave(6), None),
         (STEPS, at(7, time_due=True), LastSave(6), None),
         (ALL, at(10, 2, epoch_finished=True, time_due=True), LastSave(9, 1), "epoch_end"),
         (ALL, at(10, 2, time_due=True), LastSave(9, 1), "periodic"),

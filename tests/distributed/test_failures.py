@@ -1,0 +1,97 @@
+"""One of two ranks fails: both end soon and by themselves, with the reason, and a restart is exact."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import lightning_ft as ft
+from lightning_ft import storage, testing
+from tests.trainer import scenarios as s
+
+ENDS_WITHIN_SECS = 60  # far below the half hour after which a collective gives up
+
+
+every_step = partial(s.ddp, every=1)
+
+
+class Raises(s.Net):
+    """Raises once, on one rank, in its fourth step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == self.rank and self.trainer.global_step == 3:
+            raise ZeroDivisionError(f"on rank {self.rank}")
+        return super().training_step(batch, batch_idx)
+
+
+class NoSpace(s.Net):
+    """From the fourth step on the disk of rank 0 is full."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 0 and self.trainer.global_step == 3:
+
+            def full(self: Any, path: str) -> Any:
+                raise OSError(errno.ENOSPC, "No space left on device", path)
+
+            storage.Storage.open_attempt = full  # type: ignore[method-assign]
+
+
+def start(root: Path, make_model: Any, make_trainer: Any = every_step) -> list[str]:
+    """The errors of two ranks that have ended by themselves."""
+    run = testing._Run(
+        make_trainer, make_model, s.shuffled, str(root / "checkpoints"), str(root / "0"), 12, None, 2,
+        testing._free_port(), multiprocessing.get_start_method(),
+    )  # fmt: skip
+    root.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=testing._train, args=(run, rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(ENDS_WITHIN_SECS)
+    alive = [r.is_alive() for r in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert alive == [False, False]
+    assert all(r.exitcode for r in ranks)
+    return [Path(f"{run.trace}.rank{rank}.error").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_j1_one_rank_raises(rank: int, tmp_path: Path) -> None:
+    errors = start(tmp_path, partial(Raises, rank))
+    assert f"ZeroDivisionError: on rank {rank}" in errors[rank]
+    good = ft.last_good(str(tmp_path / "checkpoints"))
+    assert good is not None
+    assert good.manifest is not None
+    assert good.manifest.step == 3
+
+
+def test_f2_a_failed_save_is_known_to_both_ranks_at_the_next_step(tmp_path: Path) -> None:
+    errors = start(tmp_path, NoSpace)
+    assert all("SaveError" in e and "No space left on device" in e for e in errors)
+    steps = [len(testing._read(tmp_path, rank)) for rank in range(2)]
+    assert steps[0] == steps[1]
+    good = ft.last_good(str(tmp_path / "checkpoints"))
+    assert good is not None
+    assert good.manifest is not None
+    assert good.manifest.step == 2
+
+
+def test_two_failed_saves_are_lived_with(tmp_path: Path) -> None:
+    warn = partial(s.ddp, every=1, plugins=[ft.FaultTolerantCheckpointIO(on_error="warn")])
+    errors = start(tmp_path, NoSpace, warn)
+    assert all("SaveError" in e for e in errors)
+    steps = [len(testing._read(tmp_path, rank)) for rank in range(2)]
+    assert steps[0] == steps[1] > 5
