@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import errno
 import logging
+import random
 import threading
 import time
 import weakref
@@ -86,6 +87,7 @@ class Writer:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._failure: SaveError | None = None
+        self._jitter = random.Random()  # noqa: S311 - its own: the global one belongs to the training
         self._held_back: list[str] = []
         self._last_save_failed = False
         self._writing = ""
@@ -263,7 +265,7 @@ class Writer:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_transient),
             stop=tenacity.stop_after_attempt(self._retries + 1),
-            wait=tenacity.wait_exponential(multiplier=0.2, max=10.0) + tenacity.wait_random(0.0, 1.0),
+            wait=lambda state: min(10.0, 0.1 * 2.0**state.attempt_number) + self._jitter.random(),
             before_sleep=_say_and_forget,
             reraise=True,
         )

@@ -20,7 +20,7 @@ _VALIDATION = 1_000_000  # seeds of validation loaders are told from those of an
 class TrackedLoaders:
     """Every train dataloader Lightning makes for this run is tracked, whatever hook or argument it came from.
 
-    Validation loaders get seeded batches too, so that random augmentation in workers that outlive an epoch repeats.
+    Validation loaders are tracked too: their samplers, generators and states go on where they were.
 
     Args:
         trainer: The trainer.
@@ -40,7 +40,7 @@ class TrackedLoaders:
         self._remade = False
         self._validation: list[Tracker] = []
         self._validation_being_made: list[Tracker] = []
-        self._validation_to_resume: list[dict[str, Any] | None] = []
+        self._validation_to_resume: list[dict[str, Any]] = []
         self._made_in: dict[str, int] = {}
         self._trained: list[dict[str, Any]] = []
         self._fetched: list[dict[str, Any]] = []
@@ -78,13 +78,15 @@ class TrackedLoaders:
             self._being_made.append(tracker)
             return tracked
         evaluating = self._trainer.validating or self._trainer.sanity_checking
-        if not evaluating or not isinstance(loader, DataLoader) or kind_of(loader) != "indexed":
+        if not evaluating or not (isinstance(loader, DataLoader) or kind_of(loader) == "stateful"):
             return loader
         number = len(self._validation_being_made)
-        tracker = Tracker(_VALIDATION + number, self.root_seed, self._rank, self._seed_batches, self._batch)
+        tracker = Tracker(
+            _VALIDATION + number, self.root_seed, self._rank, self._seed_batches, self._batch, stage="validation"
+        )
         tracked = track(loader, tracker)
         if number < len(self._validation_to_resume):
-            tracker.restore_samplers(self._validation_to_resume[number])
+            tracker.resume(self._validation_to_resume[number])
         self._validation_being_made.append(tracker)
         self._validation = self._validation_being_made
         return tracked
@@ -128,7 +130,8 @@ class TrackedLoaders:
         return {
             "root_seed": self.root_seed,
             "train": self.positions(epoch_over=epoch_over, noted=noted),
-            "val": [t.samplers() for t in self._validation],
+            # At our boundaries no validation runs: the next one is a pass of its own.
+            "val": [t.position(epoch_over=True) for t in self._validation],
         }
 
     def resume(self, state: dict[str, Any], made_in: dict[str, int | None], *, remade: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_ft._digest import digest
 from lightning_ft.errors import RestoreError
 
 _SCALARS = (bool, int, float, str)
+_COLLECTIONS = (list, dict, tuple, set, deque, torch.Tensor, np.ndarray)
 # Samplers of these libraries carry little that changes. The rest (batch size, length, number of ranks) is how the
 # script made them, and is not to be overwritten where the script was changed on purpose.
 _LIBRARIES = ("torch", "torchdata", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -212,8 +214,9 @@ class SamplerState:
 
     A sampler with ``state_dict``/``load_state_dict`` is asked for its own. Of others, everything plain they carry is
     kept (`DistributedSampler.epoch` and `.seed`, counters of custom samplers), every random generator, and those
-    lists, dictionaries, tensors and arrays that have changed since the loader was made. Samplers within samplers count
-    too.
+    collections, tensors and arrays that have changed since the loader was made; also within lists, tuples and
+    dictionaries, and of samplers within samplers. State in objects of other classes is not seen: such a sampler needs
+    ``state_dict``/``load_state_dict``.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -253,7 +256,9 @@ class SamplerState:
 
 def _inner_samplers(sampler: Any) -> list[Any]:
     fields = _fields(sampler)
-    inner = [getattr(sampler, "sampler", None), *(v for v in fields.values() if isinstance(v, Sampler))]
+    inner = [getattr(sampler, "sampler", None)]
+    for value in fields.values():
+        inner += [v for v in _members(value).values() if isinstance(v, Sampler)]
     if type(fields.get("dataset")).__name__ == "_DatasetSamplerWrapper":  # Lightning's, around a user's sampler in DDP
         inner.append(fields["dataset"]._sampler)
     return inner
@@ -268,10 +273,26 @@ def _of_library(sampler: Any) -> bool:
 
 
 def _collections(sampler: Any) -> dict[str, Any]:
-    """What a custom sampler may rearrange: a library's own samplers keep no state in such fields."""
-    if _of_library(sampler):
-        return {}
-    return {k: v for k, v in _fields(sampler).items() if type(v) in (list, dict, torch.Tensor, np.ndarray)}
+    """What a custom sampler may rearrange, and the weights that a user may change."""
+    found = {k: v for k, v in _fields(sampler).items() if type(v) in _COLLECTIONS and _is_plain(v)}
+    return {k: v for k, v in found.items() if k == "weights"} if _of_library(sampler) else found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)) or value is None or type(value) in _SCALARS:
+        return True
+    if type(value) is dict:
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    return type(value) in _COLLECTIONS and all(map(_is_plain, value))
+
+
+def _members(value: Any) -> dict[str, Any]:
+    """The value itself, under an empty name, or the members of a list, tuple or dictionary."""
+    if type(value) in (list, tuple):
+        return {f"[{i}]": v for i, v in enumerate(value) if not isinstance(v, _SCALARS)}
+    if type(value) is dict:
+        return {f"[{k!r}]": v for k, v in value.items() if not isinstance(v, _SCALARS)}
+    return {"": value}
 
 
 def _capture_sampler(sampler: Any) -> dict[str, Any]:
@@ -284,7 +305,7 @@ def _capture_sampler(sampler: Any) -> dict[str, Any]:
     entry["fields"] = {
         k: v for k, v in fields.items() if type(v) in _SCALARS and (not of_library or k in _LIBRARY_FIELDS)
     }
-    entry["generators"] = {k: s for k, v in fields.items() if (s := _capture_generator(v)) is not None}
+    entry["generators"] = {k: s for k, v in _generators(sampler).items() if (s := _capture_generator(v)) is not None}
     return entry
 
 
@@ -297,7 +318,12 @@ def _restore_sampler(sampler: Any, entry: dict[str, Any]) -> None:
     for name, value in entry["collections"].items():
         setattr(sampler, name, copy.deepcopy(_unplain(value)))
     for name, state in entry["generators"].items():
-        _restore_generator(getattr(sampler, name, None), state)
+        _restore_generator(_generators(sampler).get(name), state)
+
+
+def _generators(sampler: Any) -> dict[str, Any]:
+    """Fields of the sampler and members of its collections that may be random generators."""
+    return {f"{k}{m}": v for k, value in _fields(sampler).items() for m, v in _members(value).items()}
 
 
 def _capture_generator(value: Any) -> Any:
@@ -331,10 +357,20 @@ def _plain(value: Any) -> Any:
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, np.ndarray):
         return {"__array__": value.tolist(), "dtype": str(value.dtype)}
+    if type(value) in (deque, set):  # nor are these accepted by ``weights_only=True``
+        bound = value.maxlen if isinstance(value, deque) else None
+        return {"__collection__": type(value).__name__, "items": [_plain(v) for v in value], "maxlen": bound}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(v) for v in value)
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _unplain(value: Any) -> Any:
     if isinstance(value, dict) and "__array__" in value:
         return np.array(value["__array__"], dtype=value["dtype"])
+    if isinstance(value, dict) and "__collection__" in value:
+        items = [_unplain(v) for v in value["items"]]
+        return deque(items, value["maxlen"]) if value["__collection__"] == "deque" else set(items)
+    if type(value) in (list, tuple):
+        return type(value)(_unplain(v) for v in value)
     return {k: _unplain(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -81,8 +81,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 raise ConfigurationError(f"{name}={value!r}: must be True or False")
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
-        if not isinstance(guards, Sequence):
-            raise ConfigurationError(f"guards={guards!r}: must be a sequence of guards")
         for guard in guards:
             if not isinstance(guard, Guard):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")

@@ -15,8 +15,9 @@ Kinds of loaders, by what is known about them:
 ``indexed``   a `DataLoader` over a map-style dataset: 1-3 above.
 ``stateful``  anything with ``state_dict``/``load_state_dict`` (torchdata, litdata, the user's own): its own state.
 ``dataset``   a `DataLoader` without workers over an iterable dataset that has ``state_dict``/``load_state_dict``.
-``replay``    any other iterable: fetched again from the start of the pass and thrown away up to the position, said
-              loudly, and checked: the last batch thrown away must equal, by digest, the last one trained.
+``replay``    any other iterable, and a `DataLoader` class with an `__iter__` of its own: fetched again from the start
+              of the pass and thrown away up to the position, said loudly, and checked: the last batch thrown away must
+              equal, by digest, the last one trained.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Tracker:
         rank: This rank; ranks augment differently even where they draw the same order.
         seed_batches: Whether batches carry seeds (``FaultTolerantCheckpoint(seed_workers=...)``).
         number_pass: Numbers the passes by something else than how many there were (a validation by when it runs).
+        stage: What the loader is for, for messages.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Tracker:
         rank: int,
         seed_batches: bool,
         number_pass: Callable[[], int] | None = None,
+        stage: str = "train",
     ) -> None:
         self._index = index
+        self._name = f"{stage} dataloader {index}"
         self._root_seed = root_seed
         self._rank = rank
         self._seed_batches = seed_batches
@@ -86,6 +90,11 @@ class Tracker:
         self.kind = kind_of(loader)
         self._owner = loader.dataset if self.kind == "dataset" else loader
         self._samplers = SamplerState(loader) if isinstance(loader, DataLoader) else None
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+            _log.warning(
+                "%s has in_order=False: its batches come in no order that could be repeated, so after a restart some "
+                "are trained twice and others not", self._name,
+            )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
         """What a position in this loader depends on."""
@@ -131,15 +140,6 @@ class Tracker:
                 state["fetching"] = self._fetching.state
         return state
 
-    def samplers(self) -> dict[str, Any] | None:
-        """What decides the next order of this loader's samplers, as plain data."""
-        return None if self._samplers is None else self._samplers.capture()
-
-    def restore_samplers(self, state: dict[str, Any] | None) -> None:
-        """The next order is the one that was next at `samplers`."""
-        if self._samplers is not None and state is not None:
-            self._samplers.restore(state)
-
     def resume(self, state: dict[str, Any]) -> None:
         """The next pass opened continues at `state` (of `position`); nothing is fetched before that.
 
@@ -148,7 +148,7 @@ class Tracker:
         """
         if state["kind"] != self.kind:
             raise RestoreError(
-                f"train dataloader {self._index}: the checkpoint holds the position of a {state['kind']!r} loader, "
+                f"{self._name}: the checkpoint holds the position of a {state['kind']!r} loader, "
                 f"this run has a {self.kind!r} one ({type(self._loader).__name__}). Use the loader of the run that "
                 "saved it, or start at an epoch's end with strict=False."
             )
@@ -240,7 +240,7 @@ class Tracker:
         self._load(state)
         if asked_again is None:
             raise RestoreError(
-                f"train dataloader {self._index}: its epoch ended before its data, and its state cannot be pickled, "
+                f"{self._name}: its epoch ended before its data, and its state cannot be pickled, "
                 "so nothing tells whether the next epoch goes on or begins anew"
             )
         return asked_again == asked_once
@@ -279,8 +279,8 @@ class Tracker:
             return
         name = type(getattr(self._loader, "dataset", self._loader)).__name__
         _log.warning(
-            "train dataloader %d (%s) keeps no state: fetching %d batches again to reach its position. Give it "
-            "state_dict/load_state_dict to skip this.", self._index, name, total,
+            "%s (%s) keeps no state: fetching %d batches again to reach its position. Give it "
+            "state_dict/load_state_dict to skip this.", self._name, name, total,
         )  # fmt: skip
         self.delivered = 0
         for count in range(1, total + 1):
@@ -288,19 +288,19 @@ class Tracker:
                 self.fetch(iterator)
             except StopIteration:
                 raise RestoreError(
-                    f"train dataloader {self._index} ({name}) ended after {count - 1} batches on replay, and {total} "
+                    f"{self._name} ({name}) ended after {count - 1} batches on replay, and {total} "
                     "had been trained: it does not repeat itself and keeps no state, so it cannot be resumed."
                 ) from None
             if count % _PROGRESS_BATCHES == 0:
-                _log.warning("train dataloader %d: %d of %d batches fetched again", self._index, count, total)
+                _log.warning("%s: %d of %d batches fetched again", self._name, count, total)
         if total and state["digest"] is None:
             _log.warning(
-                "train dataloader %d (%s): its batches cannot be pickled, so nothing checks that it repeats itself",
-                self._index, name,
+                "%s (%s): its batches cannot be pickled, so nothing checks that it repeats itself",
+                self._name, name,
             )  # fmt: skip
         elif self._digest != state["digest"]:
             raise RestoreError(
-                f"train dataloader {self._index} ({name}): batch {total} fetched again is not the batch {total} that "
+                f"{self._name} ({name}): batch {total} fetched again is not the batch {total} that "
                 "was trained. The loader does not repeat itself and keeps no state, so its position cannot be "
                 "restored. Give it state_dict/load_state_dict."
             )
@@ -361,8 +361,8 @@ def kind_of(loader: Any) -> str:
     """``stateful``, ``indexed``, ``dataset`` or ``replay``: see the module's first lines."""
     if _is_stateful(loader):
         return "stateful"
-    if not isinstance(loader, DataLoader):
-        return "replay"
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return "replay"  # a class that iterates in its own way may yield other batches than its sampler has
     if kind_of_dataset(loader) != "iterable":
         return "indexed"
     return "dataset" if loader.num_workers == 0 and _is_stateful(loader.dataset) else "replay"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, Subset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 from torchmetrics.wrappers import MinMaxMetric, Running
 
@@ -92,6 +93,92 @@ class Rotating(Sampler[int]):
 
 def rotating() -> Any:
     return DataLoader(s.Numbers(), batch_size=s.BATCH, sampler=Rotating()), s.val_loader()
+
+
+class Interleaved(Sampler[int]):
+    """Samplers and generators in collections, weights in a queue."""
+
+    def __init__(self) -> None:
+        self.parts = [Rotating(), RandomSampler(range(s.LENGTH), generator=torch.Generator().manual_seed(8))]
+        self.dice = {"a": random.Random(3)}
+        self.recent: deque[int] = deque([0], maxlen=4)
+
+    def __iter__(self) -> Iterator[int]:
+        first, second = (list(p) for p in self.parts)
+        for a, b in zip(first, second, strict=True):
+            shift = sum(self.recent)
+            self.recent.append(self.dice["a"].randrange(s.LENGTH))
+            yield (a if shift % 2 else b) % s.LENGTH
+
+    def __len__(self) -> int:
+        return s.LENGTH
+
+
+class Doubling(DataLoader[Any]):
+    """A loader class that iterates in its own way: every batch twice."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+def interleaved() -> Any:
+    return DataLoader(s.Numbers(), batch_size=s.BATCH, sampler=Interleaved()), s.val_loader()
+
+
+def doubling(workers: int) -> Any:
+    return Doubling(s.Numbers(), batch_size=s.BATCH, shuffle=True, num_workers=workers), s.val_loader()
+
+
+def stateful_validation() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return s.loader(shuffle=True), StatefulDataLoader(s.Numbers(6), batch_size=3, shuffle=True)
+
+
+class Noise(IterableDataset[tuple[Tensor, Tensor]]):
+    """Draws from the generators of its worker."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for i in range(6):
+            yield torch.tensor([float(i)]), torch.rand(s.FEATURES)
+
+
+def persistent_validation() -> Any:
+    return s.loader(shuffle=True), DataLoader(Noise(), batch_size=3, num_workers=1, persistent_workers=True)
+
+
+def weighted() -> Any:
+    return DataLoader(s.Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * s.LENGTH, s.LENGTH))
+
+
+class Mining(Callback):
+    """Changes the weights of the sampler while it trains."""
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        sampler = trainer.train_dataloader.sampler
+        sampler.weights = sampler.weights + torch.arange(s.LENGTH) * (trainer.current_epoch + 1)
+
+
+@pytest.mark.parametrize(
+    ("make_data", "callbacks"),
+    [
+        (interleaved, ()),
+        (partial(doubling, 0), ()),
+        (partial(doubling, 2), ()),
+        (stateful_validation, ()),
+        (persistent_validation, ()),
+        (weighted, (Mining,)),
+    ],
+    ids=["interleaved", "doubling", "doubling-workers", "stateful-val", "persistent-val", "weights-changed"],
+)
+def test_unusual_loaders(make_data: Any, callbacks: tuple[Any, ...], tmp_path: Path) -> None:
+    make_trainer = partial(s.trainer, callbacks=callbacks)
+    assert_resume_exact(make_trainer, s.Net, make_data, kill_at=[5, 12], root=tmp_path)
 
 
 def test_a_sampler_that_rearranges_a_list(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tenacity
 import tenacity.nap
 import torch
 from _archives import manifest
@@ -520,3 +522,12 @@ def test_a_save_that_could_not_be_submitted_holds_back_removals_though_an_earlie
     writer.drain()
     assert os.listdir(tmp_path) == ["c.ckpt"]
     assert writer.failures_in_a_row == 0
+
+
+def test_retries_do_not_draw_from_the_generators_of_the_training() -> None:
+    writer = Writer(Storage(), retries=1)
+    before = random.getstate()
+    state = tenacity.RetryCallState(None, None, (), {})  # type: ignore[arg-type]
+    waits = {writer._retrying().wait(state) for _ in range(3)}
+    assert len(waits) == 3
+    assert random.getstate() == before
