@@ -33,7 +33,7 @@ class RestoreReport:
         """Everything that makes this run another one than the one saved; with ``strict=True`` an error."""
         return [
             *(f"missing in the checkpoint: {m}" for m in self.missing),
-            *(f"ignored from the checkpoint: {i}" for i in self.ignored),
+            *(f"left over from the checkpoint: {i}" for i in self.ignored),
             *(f"changed: {c}" for c in self.changed),
         ]
 
@@ -53,7 +53,8 @@ class RestoreReport:
             listed = "\n  ".join(self.differences)
             raise RestoreError(
                 f"this run differs from the one saved in {self.path}:\n  {listed}\nNo step was trained. Start the "
-                "unchanged command, or continue knowingly with FaultTolerantCheckpoint(strict=False)."
+                "unchanged command, or continue knowingly with FaultTolerantCheckpoint(strict=False); with other data "
+                "only from a checkpoint of an epoch's end."
             )
 
 

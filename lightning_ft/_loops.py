@@ -29,6 +29,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ft.state import Progress
 
@@ -255,6 +256,21 @@ def continue_without_restart(trainer: pl.Trainer) -> None:
     a validation to skip or to finish, count a step twice for the loggers, and leave out a plateau scheduler.
     """
     _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
+
+
+def inexact_reductions(trainer: pl.Trainer, world_size: int) -> list[str]:
+    """A note where the first step of a process adds gradients up in another order than later ones, in words.
+
+    `DistributedDataParallel` lays out its gradient buckets anew after the first backward of a process
+    (``Reducer::rebuild_buckets``). Sums of two ranks do not depend on the layout; with more, the last bits may.
+    """
+    model = trainer.strategy.model
+    if world_size <= 2 or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+        return []
+    return [
+        f"DDP of {world_size} ranks adds up the gradients of a process's first step in another order: this restart may "
+        "differ from the uninterrupted run in last bits (DDPStrategy(find_unused_parameters=True) keeps one order)"
+    ]
 
 
 def mark_consumed(trainer: pl.Trainer, cycled: list[bool]) -> None:

@@ -90,6 +90,21 @@ class Recorder(pl.Callback):
         self._append("end", [0], values)
 
 
+def check_kill_point(point: KillPoint) -> None:
+    """Nothing happens if `point` can be reached.
+
+    Raises:
+        ValueError: It is no batch number from 1 on, and no event.
+    """
+    if isinstance(point, int):
+        if point < 1:
+            raise ValueError(f"kill point {point!r}: batches are counted from 1")
+        return
+    name, _, count = point.partition(":")
+    if name not in events.EVENT_TYPES or (count and not count.isdecimal()):
+        raise ValueError(f"kill point {point!r}: give a batch number or one of {', '.join(events.KILL_POINTS)}")
+
+
 class KillSwitch(pl.Callback):
     """Kills this process with SIGKILL at one point of the run, as a crash would: nothing is flushed or closed.
 
@@ -101,9 +116,8 @@ class KillSwitch(pl.Callback):
         self._batch = point if isinstance(point, int) else None
         self._forget: Callable[[], None] | None = None
         if isinstance(point, str):
+            check_kill_point(point)
             name, _, count = point.partition(":")
-            if name not in events.EVENT_TYPES:
-                raise ValueError(f"kill point {point!r}: no event {name!r}; there are {', '.join(events.KILL_POINTS)}")
             self._event, self._left = events.EVENT_TYPES[name], int(count or 1)
             self._forget = events.observe(self._on_event)
 

@@ -15,6 +15,7 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ft import _callbacks, _compare, _loops, _metrics, _rng, events, state
 from lightning_ft._compare import RestoreReport
@@ -190,14 +191,16 @@ class Restore:
         _compare.compare(self.report, saved["fingerprint"], present, other_data=self._remade)
         _compare.compare_plan(self.report, saved["planned"], _compare.planned(trainer))
         if saved["seed"] != os.environ.get("PL_GLOBAL_SEED"):
-            self.report.noted.append(
-                f"seed {os.environ.get('PL_GLOBAL_SEED')} is not used: the run has {saved['seed']}"
-            )
+            now = os.environ.get("PL_GLOBAL_SEED")
+            self.report.noted.append(f"the run goes on with seed {saved['seed']}, not with {now or 'no seed'}")
+        if saved["within_epoch"] or saved["step"]:
+            self.report.noted += _loops.inexact_reductions(trainer, self._ranks.world_size)
         moved = [c for c in self.report.changed if c.startswith("train dataloader")]
         if moved and saved["within_epoch"] and not self._strict:
             raise RestoreError(
-                "the checkpoint was saved within an epoch, and its position there means nothing in other data: "
+                f"{self.report.path} was saved within an epoch, and its position there means nothing in other data: "
                 + "; ".join(moved)
+                + ". Give the path of a checkpoint of an epoch's end as ckpt_path, or start over in another directory"
             )
         module = trainer.lightning_module
         self.report.noted += state.restore_requires_grad(module, saved["requires_grad"])
@@ -225,15 +228,21 @@ class Restore:
         path = self.report.path
         if self._strict and self._saved is not None:
             self.report.raise_if_different()
-        if self._ranks.is_zero:
-            log = _log.warning if self.report.differences or self.report.noted else _log.info
-            log("%s", self.report.render())
+        if self.report.differences or self.report.noted:
+            if self._ranks.is_zero:
+                _log.warning("%s", self.report.render())
+        else:
+            rank_zero_info(self.report.render())  # beside Lightning's own lines on the subject, which are shown
         events.emit(events.Resumed(path, self._trainer.global_step))
 
     def say_if_nothing_ran(self) -> None:
         """One line tells a restart of a finished run from one that trained."""
         if not self._done and self._ranks.is_zero:
-            _log.warning("%s is the end of its run: nothing was left to train", self.report.path)
+            trainer = self._trainer
+            _log.warning(
+                "nothing was trained: %s stands at step %d, and training ends there (max_steps=%s, max_epochs=%s)",
+                self.report.path, trainer.global_step, trainer.max_steps, trainer.max_epochs,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Everything replaced for this restart is as it was."""

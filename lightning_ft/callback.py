@@ -13,13 +13,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._session import Session, Settings
 from lightning_ft.discovery import Depth
-from lightning_ft.errors import ConfigurationError
+from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
@@ -191,6 +192,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if path is None:
             # Then Lightning takes the ``last.ckpt`` of another `ModelCheckpoint`, if there is one.
             if ranks.is_zero and not any(c._find_last_checkpoints(trainer) for c in self._other_checkpoints(trainer)):
+                if trainer.state.fn != TrainerFn.FITTING:
+                    raise CheckpointError(
+                        f'no checkpoint in {dirpath} for ckpt_path="last": without one, untrained weights would be used'
+                    )
                 _choose.announce_fresh_start(dirpath, options)
             return set()
         if plugin is not None and ours and depth == "full" and ranks.is_zero:

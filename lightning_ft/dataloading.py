@@ -136,8 +136,8 @@ class Tracker:
             return state  # a loader that was never begun is the one the script makes, and to ask some begins them
         if self.kind in ("stateful", "dataset"):
             state["state"] = copy.deepcopy(self._owner.state_dict())
-            if self._fetching is not None:
-                state["fetching"] = self._fetching.state
+        if self._fetching is not None and (self.kind in ("stateful", "dataset") or not self._seed_batches):
+            state["fetching"] = self._fetching.state  # else each batch, or the replay from the start, seeds it anew
         return state
 
     def resume(self, state: dict[str, Any]) -> None:

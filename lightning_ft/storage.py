@@ -210,6 +210,8 @@ class Storage:
             return sorted(key.rpartition("/")[2] for key in keys if key != own)
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise ConfigurationError(f"{dirpath} is a file, and a directory for checkpoints is needed") from error
 
     def probe(self, dirpath: str) -> None:
         """`dirpath` exists, and writing, renaming and deleting in it was tried and worked.

@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_ft import _loops
-from lightning_ft._recorder import KillPoint, KillSwitch, Recorder
+from lightning_ft._recorder import KillPoint, KillSwitch, Recorder, check_kill_point
 
 __all__ = ["Comparison", "KillPoint", "assert_resume_exact"]
 
@@ -83,24 +83,29 @@ def assert_resume_exact(
     callbacks; every validation batch; the metrics of every epoch; the final weights.
 
     Args:
-        make_trainer: ``make_trainer(dirpath)`` returns a trainer that saves into `dirpath`. All three functions are
-            called in the fresh processes, so they must be importable (module level, or `functools.partial` of such).
+        make_trainer: ``make_trainer(dirpath)`` seeds the run and returns a trainer that saves into `dirpath`. All three
+            functions are called in the fresh processes, so they must be importable (module level, or
+            `functools.partial` of such).
         make_model: Returns the module.
         make_data: Returns a datamodule, the train dataloaders, a pair (train, val) of dataloaders, or None where the
             module has them.
         kill_at: Where to kill: a batch number, counted over the whole run; an event of the save protocol
             (`events.KILL_POINTS`) such as ``"Renamed"`` for the first or ``"Renamed:2"`` for the second in that
             process; or a sequence of these, one per start.
-        steps: End training after so many optimizer steps; default: where the trainer ends.
+        steps: End training after so many optimizer steps (in place of the trainer's `max_steps`); default: where the
+            trainer ends.
         world_size: Number of ranks; the trainer must be made for as many (``strategy="ddp", devices=2``).
         root: Directory for checkpoints and traces; default: a temporary one, removed afterwards.
         timeout: For each start.
 
     Raises:
+        ValueError: There is no such kill point.
         AssertionError: The runs differ (naming the first quantity and its step), a kill point was never reached, or a
             run failed by itself.
     """
     points = [kill_at] if isinstance(kill_at, (int, str)) else list(kill_at)
+    for point in points:
+        check_kill_point(point)
     if root is None:
         with tempfile.TemporaryDirectory(prefix="lightning-ft-") as made:
             return assert_resume_exact(
@@ -150,6 +155,11 @@ def _compare(expected: list[_Record], actual: list[_Record], rank: int) -> int:
             raise AssertionError(f"the restarted run has {_words(key)}{where}, the uninterrupted run has not")
         for name, value in wanted[key].items():
             if record["values"].get(name) != value:
+                if record["start"] == 0 and key[0] == "step":
+                    raise AssertionError(
+                        f"{_words(key)}{where}: {name} differs before anything was killed: two uninterrupted runs are "
+                        "not equal. Seed the run (seed_everything in make_trainer), or find what does not repeat"
+                    )
                 actually = record["values"].get(name)
                 raise AssertionError(
                     f"{_words(key)}{where}: {name} differs: {value} uninterrupted, {actually} restarted"
@@ -178,7 +188,8 @@ def _read(directory: Path, rank: int) -> list[_Record]:
     for path in sorted(directory.glob(f"*.rank{rank}.jsonl")):
         # A line cut short by the kill belongs to a batch whose end the run never reached.
         whole = path.read_text().rpartition("\n")[0]
-        records += [json.loads(line) for line in whole.splitlines()]
+        start = int(path.name.partition(".")[0])
+        records += [{**json.loads(line), "start": start} for line in whole.splitlines()]
     return records
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -351,3 +352,29 @@ def test_a_directory_as_ckpt_path(tmp_path: Path) -> None:
     s.trainer(str(tmp_path), max_steps=5).fit(s.Net(), *s.shuffled())
     with pytest.raises(ft.CorruptCheckpointError, match="is a directory"):
         s.trainer(str(tmp_path)).fit(s.Net(), *s.shuffled(), ckpt_path=str(tmp_path))
+
+
+def unseeded(dirpath: str) -> L.Trainer:
+    return s.trainer(dirpath, seed=int.from_bytes(os.urandom(3), "big"))
+
+
+def test_a_training_that_does_not_repeat_itself_is_told_from_a_restart_that_is_not_exact(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"step 1: .* before anything was killed.*seed_everything"):
+        assert_resume_exact(unseeded, s.Net, s.shuffled, kill_at=2, steps=4, root=tmp_path)
+
+
+@pytest.mark.parametrize("point", [0, "renamed", "Renamed:x"])
+def test_a_kill_point_that_cannot_be_reached_is_refused_at_once(point: Any) -> None:
+    with pytest.raises(ValueError, match="kill point"):
+        assert_resume_exact(unseeded, s.Net, s.shuffled, kill_at=point)
+
+
+def test_validating_last_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ft.CheckpointError, match="untrained weights"):
+        s.trainer(str(tmp_path)).validate(s.Net(), s.val_loader(), ckpt_path="last")
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ft.ConfigurationError, match="is a file"):
+        s.trainer(str(tmp_path / "file")).fit(s.Net(), s.loader(), ckpt_path="last")

@@ -150,7 +150,7 @@ def plain_run(*callbacks: Callback, model: Callable[[], Any] = Line, length: int
 
 CHANGES = {
     "callback gone": Change(
-        "ignored from the checkpoint: state of callback Remembers, which this run does not have",
+        "left over from the checkpoint: state of callback Remembers, which this run does not have",
         before=plain_run(Remembers()),
         after=plain_run(),
     ),

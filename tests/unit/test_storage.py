@@ -331,7 +331,7 @@ def test_probe_names_directory_and_reason(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_directory_that_cannot_be_listed_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(ConfigurationError, match="is a file, and a directory"):
         Storage().listdir(str(tmp_path / "file"))
 
 
