@@ -97,7 +97,7 @@ def _tracked_class(original: type, kind: str) -> type:
     return type(original.__name__, bases, {"__module__": original.__module__, "__qualname__": original.__qualname__})
 
 
-class _TrackedStateful:
+class _Tracked:
     """Stands before a loader that is no `DataLoader`; everything but iteration is the loader's own."""
 
     def __init__(self, original: Any, tracker: Tracker) -> None:
@@ -116,5 +116,17 @@ class _TrackedStateful:
         return getattr(self._ft_original, name)
 
 
-class _TrackedIterable(_Resumable, _TrackedStateful):
+class _TrackedStateful(_Tracked):
+    """Stands before a loader with a state of its own."""
+
+    # Methods and not left to `__getattr__`: from Python 3.12 on, an `isinstance` check against a protocol, which is how
+    # Lightning looks for them, no longer asks it.
+    def state_dict(self) -> Any:
+        return self._ft_original.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._ft_original.load_state_dict(state)
+
+
+class _TrackedIterable(_Resumable, _Tracked):
     """Stands before an iterable that keeps no state."""

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 import subprocess
 import sys
 import threading
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -44,6 +45,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ft._digest import digest
+from lightning_ft._tracked import track
+from lightning_ft.dataloading import Tracker
 from lightning_ft.errors import RestoreError
 
 
@@ -569,3 +572,25 @@ def test_a_batch_within_itself_has_no_digest() -> None:
     batch: list[Any] = []
     batch.append(batch)
     assert digest(batch) is None
+
+
+def test_a_stateful_loader_is_seen_as_one_without_asking_getattr() -> None:
+    """From Python 3.12 on, `isinstance` against a protocol looks attributes up statically."""
+
+    class Own:
+        def __iter__(self) -> Iterator[int]:
+            return iter([1])
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.state = state
+
+    original = Own()
+    tracked = track(original, Tracker(0, 1, 0, True))
+    inspect.getattr_static(tracked, "state_dict")
+    inspect.getattr_static(tracked, "load_state_dict")
+    assert tracked.state_dict() == {"at": 1}
+    tracked.load_state_dict({"at": 2})
+    assert original.state == {"at": 2}
