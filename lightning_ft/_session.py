@@ -293,18 +293,24 @@ class Session:
         Raises:
             SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
         """
+        self._settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
         if self._settings.save_on_train_end and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
-        if self._plugin is None:
-            return
+            self._settle("training ends without it")
+        self._tell_of_commits()
+        if self._plugin is not None:
+            # From here on only other callbacks ask for saves, and nobody else reports their failure.
+            self._plugin.reports_failures = True
+
+    def _settle(self, after: str) -> None:
+        """What was submitted is durable, or every rank knows that it is not."""
         plugin = self._plugin
+        if plugin is None:
+            return
         plugin.drain()
         if self._ranks.decide(lambda: plugin.writer.failed):
-            self._report_failure("training ends without it")
-        self._tell_of_commits()
-        # From here on only other callbacks ask for saves, and nobody else reports their failure.
-        plugin.reports_failures = True
+            self._report_failure(after)
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
@@ -394,6 +400,7 @@ class Session:
         failure, in_a_row, on_error = self._ranks.decide(take)
         if failure is None:
             return
+        self._saved_batch = -1  # the state is still to be saved, should training end here
         if on_error == "raise" or in_a_row >= GIVE_UP_AFTER:
             raise failure
         if self._ranks.is_zero:

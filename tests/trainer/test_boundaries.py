@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections import deque
@@ -21,6 +22,7 @@ from torchmetrics.wrappers import MinMaxMetric, Running
 
 import lightning_ft as ft
 from lightning_ft.guards import Verdict
+from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import scenarios as s
 
@@ -378,3 +380,19 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ft.ConfigurationError, match="is a file"):
         s.trainer(str(tmp_path / "file")).fit(s.Net(), s.loader(), ckpt_path="last")
+
+
+def test_a_last_state_whose_save_failed_is_saved_when_training_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_attempt = Storage.open_attempt
+
+    def fails_once(self: Storage, path: str) -> Any:
+        if path.endswith("step=00000024.ckpt"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open_attempt(self, path)
+
+    monkeypatch.setattr(Storage, "open_attempt", fails_once)
+    trainer = s.trainer(str(tmp_path), plugins=[ft.FaultTolerantCheckpointIO(on_error="warn")])
+    trainer.fit(s.Net(), s.loader(shuffle=True))
+    assert names(tmp_path) == ["step=00000018.ckpt", "step=00000021.ckpt", "step=00000024-v1.ckpt"]
