@@ -19,7 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class News:
-    """What other callbacks tell the loggers of a trainer is held back until the save it is about is over.
+    """What other callbacks tell the loggers of a trainer is held back until every save submitted is over.
+
+    Of every save, since a logger asks the callback for its newest path when it is told, and that one has to be there.
+    With saves as fast as the disk that may be when training ends.
 
     Thread: main.
 
@@ -30,7 +33,7 @@ class News:
 
     def __init__(self, trainer: pl.Trainer, saves: Callable[[], tuple[int, int]]) -> None:
         self._saves = saves
-        self._held: list[tuple[int, Callable[[Any], None], Any]] = []
+        self._held: list[tuple[Callable[[Any], None], Any]] = []
         self._loggers = [(logger, logger.after_save_checkpoint) for logger in trainer.loggers]
 
     def install(self) -> Callable[[], None]:
@@ -44,7 +47,7 @@ class News:
             for step in undo:
                 step()
             held, self._held = self._held, []
-            for _, tell, callback in held:
+            for tell, callback in held:
                 try:
                     tell(callback)
                 except Exception:  # the run is over: nothing may hide how it ended
@@ -53,13 +56,15 @@ class News:
         return remove
 
     def _hold(self, tell: Callable[[Any], None], callback: Any) -> None:
-        self._held.append((self._saves()[0], tell, callback))
+        self._held.append((tell, callback))
 
     def pass_on(self) -> None:
-        """What was held back for saves that are over by now is told."""
-        over = self._saves()[1]
-        while self._held and self._held[0][0] <= over:
-            _, tell, callback = self._held.pop(0)
+        """What was held back is told, if every save submitted is over."""
+        submitted, over = self._saves()
+        if submitted != over:
+            return
+        held, self._held = self._held, []
+        for tell, callback in held:
             tell(callback)
 
     def tell(self, callback: Any) -> None:

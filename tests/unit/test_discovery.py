@@ -298,3 +298,22 @@ def test_the_sealed_file_stays_an_ordinary_zip(tmp_path: Path) -> None:
 )
 def test_next_start(infos: list[Any], expected: int) -> None:
     assert next_start(infos) == expected
+
+
+def test_a_file_replaced_while_it_is_verified_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "last.ckpt")
+    save(path, batch=1)
+    read_digest, replaced = Storage.read_digest, []
+
+    def replace_first(self: Storage, path: str, size_bytes: int) -> str:
+        if not replaced:
+            replaced.append(path)
+            save(path, b"another", batch=2)
+        return read_digest(self, path, size_bytes)
+
+    monkeypatch.setattr(Storage, "read_digest", replace_first)
+    verified = verify(path)
+    assert replaced
+    assert verified.problem is None
+    assert verified.manifest is not None
+    assert verified.manifest.batch == 2
