@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_ft.__about__ import __version__
 
 if TYPE_CHECKING:
-    from lightning_ft import events, testing
+    import lightning_ft.events as events
+    import lightning_ft.testing as testing
     from lightning_ft.callback import FaultTolerantCheckpoint
     from lightning_ft.discovery import last_good, list_checkpoints, verify
     from lightning_ft.errors import (
