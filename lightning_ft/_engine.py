@@ -94,7 +94,7 @@ class Writer:
         self._submitted = 0
         self._begun = 0
         self._over = 0
-        self._failed_after = 0  # so many saves were submitted before the last one that failed
+        self._failed_after = -1  # so many saves were submitted before the last one that failed
         self.failures_in_a_row = 0
         _writers.add(self)
 
@@ -162,6 +162,12 @@ class Writer:
         """Whether a failure waits to be taken."""
         with self._condition:
             return self._failure is not None
+
+    @property
+    def newest_failed(self) -> bool:
+        """Whether the save submitted last is known to have failed, so that its state is on no disk."""
+        with self._condition:
+            return self._failed_after >= self._submitted
 
     def take_failure(self) -> SaveError | None:
         """The oldest failure not yet taken; it is reported once."""

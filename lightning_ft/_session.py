@@ -393,14 +393,16 @@ class Session:
     def _report_failure(self, after: str) -> None:
         """Rank 0's failed save is known on all ranks: raised, or logged and lived with."""
 
-        def take() -> tuple[SaveError | None, int, str]:
+        def take() -> tuple[SaveError | None, bool, int, str]:
             assert self._plugin is not None
-            return self._plugin.writer.take_failure(), self._plugin.writer.failures_in_a_row, self._plugin.on_error
+            writer = self._plugin.writer
+            return writer.take_failure(), writer.newest_failed, writer.failures_in_a_row, self._plugin.on_error
 
-        failure, in_a_row, on_error = self._ranks.decide(take)
+        failure, newest_failed, in_a_row, on_error = self._ranks.decide(take)
         if failure is None:
             return
-        self._saved_batch = -1  # the state is still to be saved, should training end here
+        if newest_failed:
+            self._saved_batch = -1  # the state is still to be saved, should training end here
         if on_error == "raise" or in_a_row >= GIVE_UP_AFTER:
             raise failure
         if self._ranks.is_zero:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import lightning_ft as ft
 from lightning_ft import events
+from lightning_ft._engine import SaveTask, Writer
 from lightning_ft._names import parse_leftover
 from lightning_ft.manifest import EOCD_SIGNATURE
 from tests.trainer import runs
@@ -197,6 +199,28 @@ def test_e4_injected(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert failed.step == 4
     assert runs.good(where) == [f"step=0000000{step}.ckpt" for step in (8, 6, 2)] == runs.names(where)[::-1]
     assert no_attempts(where)
+
+
+def test_e4_noticed_after_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that is heard of when the last state is already on its way does not have that state saved twice."""
+    queued, where = threading.Event(), tmp_path / "run"
+    original = Writer.save
+
+    def save(writer: Writer, task: SaveTask) -> None:
+        original(writer, task)
+        if task.path.endswith("step=00000008.ckpt"):
+            queued.set()
+
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.AttemptOpened) and event.path.endswith("step=00000006.ckpt"):
+            assert queued.wait(60)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Writer, "save", save)
+    with runs.observing(fail), runs.recorded() as seen:
+        fit(trainer(ours(where, keep_last=-1), plugins=[ft.FaultTolerantCheckpointIO(on_error="warn")]))
+    assert [e.step for e in seen if isinstance(e, events.SaveFailed)] == [6]
+    assert runs.good(where) == [f"step=0000000{step}.ckpt" for step in (8, 4, 2)] == runs.names(where)[::-1]
 
 
 SAVER = """
