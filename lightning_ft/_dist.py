@@ -116,7 +116,7 @@ class Vote:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._ballot: torch.Tensor | None = None
+        self._ballot: torch.Tensor | dict[str, int] | None = None
         self._work: dist.Work | None = None
 
     @property
@@ -127,15 +127,19 @@ class Vote:
     def cast(self, **topics: int) -> None:
         """The ballot of this step is on its way. Ranks: all, once per step. Thread: main. Blocks on: nothing."""
         assert self._ballot is None, "a ballot is cast once per step and read before the next"
+        if self._group is None:
+            self._ballot = {name: topics.get(name, 0) for name in self.TOPICS}
+            return
         self._ballot = torch.tensor([topics.get(name, 0) for name in self.TOPICS], dtype=torch.int64, device="cpu")
-        if self._group is not None:
-            self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def read(self) -> dict[str, int]:
         """The agreed result of the ballot. Ranks: all. Blocks on: the slowest rank having started its step."""
-        assert self._ballot is not None, "read follows cast"
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
         ballot, self._ballot = self._ballot, None
+        assert ballot is not None, "read follows cast"
+        if isinstance(ballot, dict):
+            return ballot
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
         return dict(zip(self.TOPICS, ballot.tolist(), strict=True))

@@ -4,7 +4,8 @@ One save, who runs each step and what is on disk after it::
 
     step                     thread   on disk afterwards
     -----------------------  -------  ------------------------------------------------------------
-    save(): queue            main     nothing
+    make_room(), save()      main     nothing
+    wait for late copies     writer   nothing
     open attempt             writer   a hidden, empty attempt beside the target
     serialise, hash, write   writer   the attempt grows
     commit                   writer   the checkpoint, complete, synced and under its final name
@@ -26,8 +27,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import IO, Any, cast
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, Protocol, cast
 
 import tenacity
 import torch
@@ -56,19 +57,43 @@ def _finish() -> None:
         writer.close()
 
 
+class Snapshot(Protocol):
+    """What is to be written: see `_staging.Staged`."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def blocked_secs(self) -> float: ...
+    @property
+    def staging_secs(self) -> float: ...
+    def wait(self) -> dict[str, Any]: ...
+    def check(self) -> None: ...
+    def release(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class SaveTask:
-    """One checkpoint to write: `checkpoint` belongs to the writer from now on."""
+    """One checkpoint to write: `snapshot` belongs to the writer from now on, which releases it."""
 
     path: str
-    checkpoint: dict[str, Any]
+    snapshot: Snapshot
     manifest: Manifest
-    """Complete but for size and digest, which are known when the bytes are."""
+    """Complete but for size, digest and metrics, which are known when the bytes are."""
     on_commit: Callable[[Manifest], None] | None = None
+    replaceable: bool = False
+    """Whether a newer save may take its place while it waits."""
+    asked_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
 class _RemoveTask:
+    path: str
+
+
+@dataclass(frozen=True)
+class _ReplacedTask:
+    """Keeps the place in the order of a save that will not be made."""
+
     path: str
 
 
@@ -82,7 +107,7 @@ class Writer:
         self._storage = storage
         self._retries = retries
         self._condition = threading.Condition()
-        self._tasks: deque[SaveTask | _RemoveTask] = deque()
+        self._tasks: deque[SaveTask | _RemoveTask | _ReplacedTask] = deque()
         self._running = False
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -90,6 +115,7 @@ class Writer:
         self._jitter = random.Random()  # noqa: S311 - its own: the global one belongs to the training
         self._held_back: list[str] = []
         self._last_save_failed = False
+        self._saving = False
         self._writing = ""
         self._submitted = 0
         self._begun = 0
@@ -100,7 +126,13 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether `save` would wait: a save is waiting behind the one that runs."""
+        """Whether a save is being written, or waits to be."""
+        with self._condition:
+            return self._saving or self._waiting_saves() > 0
+
+    @property
+    def full(self) -> bool:
+        """Whether `make_room` would wait: a save waits behind the one being written."""
         with self._condition:
             return self._running and self._waiting_saves() > 0
 
@@ -116,8 +148,20 @@ class Writer:
         with self._condition:
             return self._submitted, self._over
 
+    def make_room(self, *, replace: bool = False) -> None:
+        """No save waits behind the running one, so that a snapshot can be taken: two copies of the state at most.
+
+        Blocks on: a save that waits already; not, with `replace`, if that one is replaceable: then it is not made.
+        """
+        with self._condition:
+            dropped = self._drop_waiting() if replace else None
+            self._condition.wait_for(lambda: not self._waiting_saves())
+        if dropped is not None:
+            dropped.snapshot.release()
+            events.emit(events.SaveSkipped(dropped.path, dropped.manifest.step, "a newer save has taken its place"))
+
     def save(self, task: SaveTask) -> None:
-        """`task` is queued. Blocks on: a save that waits already (memory for one running and one waiting)."""
+        """`task` is queued. Blocks on: what `make_room` blocks on, if that was not called before."""
         with self._condition:
             self._condition.wait_for(lambda: not self._waiting_saves())
             self._submitted += 1
@@ -127,7 +171,7 @@ class Writer:
         """`task` is on disk or recorded as failed. Thread: the caller's; earlier tasks finish first."""
         self.drain()
         self._submitted += 1
-        self._save(task)
+        self._save(task, blocking=True)
 
     def remove(self, path: str) -> None:
         """The removal of `path` is queued behind everything submitted before. Blocks on: nothing."""
@@ -190,6 +234,13 @@ class Writer:
     def _waiting_saves(self) -> int:
         return sum(isinstance(t, SaveTask) for t in self._tasks)
 
+    def _drop_waiting(self) -> SaveTask | None:
+        for index, task in enumerate(self._tasks):
+            if isinstance(task, SaveTask) and task.replaceable:
+                self._tasks[index] = _ReplacedTask(task.path)
+                return task
+        return None
+
     def _enqueue(self, task: SaveTask | _RemoveTask) -> None:
         self._tasks.append(task)
         if self._thread is None:
@@ -205,11 +256,13 @@ class Writer:
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()
-                self._running, self._writing = True, task.path
+                self._running, self._saving, self._writing = True, isinstance(task, SaveTask), task.path
                 self._condition.notify_all()
             try:
                 if isinstance(task, SaveTask):
                     self._save(task)
+                elif isinstance(task, _ReplacedTask):
+                    self._count_replaced()
                 elif self._last_save_failed:
                     self._held_back.append(task.path)
                 else:
@@ -219,39 +272,48 @@ class Writer:
             finally:
                 del task  # the snapshot's memory goes before the next task is waited for
                 with self._condition:
-                    self._running = False
+                    self._running = self._saving = False
                     self._condition.notify_all()
 
-    def _save(self, task: SaveTask) -> None:
+    def _count_replaced(self) -> None:
+        with self._condition:
+            self._begun += 1
+            self._over += 1
+
+    def _save(self, task: SaveTask, *, blocking: bool = False) -> None:
         self._begun += 1
         try:
-            self._save_begun(task)
+            self._save_begun(task, _Watch(task, blocking))
         finally:
             with self._condition:
                 self._over += 1
 
-    def _save_begun(self, task: SaveTask) -> None:
-        began = time.monotonic()
+    def _save_begun(self, task: SaveTask, watch: _Watch) -> None:
         try:
-            manifest = self._retrying()(self._write, task)
+            manifest = self._retrying()(self._write, task, watch)
         except Exception as error:
             self._fail(self._begun, task.path, task.manifest.step, error)
             return
+        finally:
+            task.snapshot.release()  # now, and not after a rotation, which may be slow
         with self._condition:
             if self._begun > self._failed_after:  # else a save asked for after this one has failed already
                 self._last_save_failed = False
                 self.failures_in_a_row = 0
         try:
-            self._after_commit(task, manifest, time.monotonic() - began)
+            self._after_commit(task, manifest, watch.metrics(manifest.size_bytes))
         except Exception as error:  # the checkpoint is good, and the run hears that its rotation is not
             what = f"checkpoint {task.path} (step {manifest.step}) was saved, and what follows a save failed"
             self._keep(task.path, manifest.step, what, error)
 
-    def _after_commit(self, task: SaveTask, manifest: Manifest, secs: float) -> None:
-        events.emit(events.Committed(task.path, manifest.step, manifest.generation, manifest.size_bytes, secs))
+    def _after_commit(self, task: SaveTask, manifest: Manifest, metrics: dict[str, float | int]) -> None:
+        committed = events.Committed(
+            task.path, manifest.step, manifest.generation, manifest.size_bytes, metrics["total_secs"], metrics
+        )
+        events.emit(committed)
         _log.info(
-            "saved %s (step %d, %s): %.1f MiB in %.2f s", task.path, manifest.step, manifest.reason,
-            manifest.size_bytes / 2**20, secs,
+            "saved %s (step %d, %s): %.1f MiB in %.2f s, training waited %.1f ms", task.path, manifest.step,
+            manifest.reason, manifest.size_bytes / 2**20, metrics["total_secs"], 1e3 * metrics["blocked_secs"],
         )  # fmt: skip
         if not self._last_save_failed:
             held_back, self._held_back = self._held_back, []
@@ -260,12 +322,19 @@ class Writer:
         if task.on_commit is not None:
             task.on_commit(manifest)
 
-    def _write(self, task: SaveTask) -> Manifest:
+    def _write(self, task: SaveTask, watch: _Watch) -> Manifest:
+        checkpoint = task.snapshot.wait()
+        watch.write_begins()
         events.emit(events.SaveStarted(task.path, task.manifest.step))
+
+        def complete(size_bytes: int, digest: str) -> Manifest:
+            task.snapshot.check()
+            return replace(task.manifest, size_bytes=size_bytes, digest=digest, metrics=watch.metrics(size_bytes))
+
         # The attempt is aborted on errors, and raises the storage's own: torch replaces it by one that hides the cause.
         with self._storage.open_attempt(task.path) as attempt:
-            torch.save(task.checkpoint, cast(IO[bytes], attempt))
-            return attempt.commit(lambda size, digest: replace(task.manifest, size_bytes=size, digest=digest))
+            torch.save(checkpoint, cast(IO[bytes], attempt))
+            return attempt.commit(complete)
 
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
@@ -283,6 +352,32 @@ class Writer:
             # A file too many is no danger to the run; it is said, and the disk is no fuller than before.
             _log.warning("could not remove %s: %s: %s", path, type(error).__name__, error)
             events.emit(events.DeleteSkipped(path, f"{type(error).__name__}: {error}"))
+
+
+class _Watch:
+    """Times of one save, in seconds."""
+
+    def __init__(self, task: SaveTask, blocking: bool) -> None:
+        self._task = task
+        self._blocking = blocking
+        self._taken_up = self._write_began = time.monotonic()
+
+    def write_begins(self) -> None:
+        self._write_began = time.monotonic()
+
+    def metrics(self, size_bytes: int) -> dict[str, float | int]:
+        """What is known by now; the last call has the whole."""
+        now = time.monotonic()
+        write_secs, total_secs = now - self._write_began, now - self._task.asked_at
+        return {
+            "blocked_secs": total_secs if self._blocking else self._task.snapshot.blocked_secs,
+            "staging_secs": self._task.snapshot.staging_secs,
+            "queue_secs": self._taken_up - self._task.asked_at,
+            "write_secs": write_secs,
+            "total_secs": total_secs,
+            "size_bytes": size_bytes,
+            "bytes_per_sec": size_bytes / write_secs if write_secs else 0.0,
+        }
 
 
 def _say_and_forget(retry: tenacity.RetryCallState) -> None:

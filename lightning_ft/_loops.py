@@ -166,6 +166,11 @@ def takes_iterator(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step under which Lightning would log something now."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
 def stops_here(trainer: pl.Trainer) -> bool:
     """Whether no further batch will be trained, for a reason that is not the end of the epoch."""
     epoch_loop = trainer.fit_loop.epoch_loop

@@ -7,7 +7,7 @@ yet, and a logger that uploads it finds nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ class News:
     """
 
     def __init__(self, trainer: pl.Trainer, saves: Callable[[], tuple[int, int]]) -> None:
+        self._trainer = trainer
         self._saves = saves
         self._held: list[tuple[Callable[[Any], None], Any]] = []
         self._loggers = [(logger, logger.after_save_checkpoint) for logger in trainer.loggers]
@@ -71,3 +72,9 @@ class News:
         """Every logger is told at once: of a checkpoint that is known to be durable."""
         for _, tell in self._loggers:
             tell(callback)
+
+    def log_metrics(self, metrics: Mapping[str, float | int]) -> None:
+        """Every logger has the figures of a save that is durable, as ``ft/...`` at the step of now."""
+        values = {f"ft/{name}": value for name, value in metrics.items()}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(values, step=_loops.logged_step(self._trainer))

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,8 +24,10 @@ from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._lock import DirectoryLock
 from lightning_ft._news import News
+from lightning_ft._optimizer_steps import before_steps
+from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
-from lightning_ft._snapshot import not_weights_only
+from lightning_ft._weights_only import not_weights_only
 from lightning_ft.discovery import list_checkpoints, next_start
 from lightning_ft.errors import ConfigurationError, SaveError
 from lightning_ft.guards import Guard
@@ -106,8 +109,7 @@ class Session:
         self._stopped_within_epoch = False
         self._stopping = False
         self._epoch_begun = False
-        self._committed = ""
-        self._told = ""
+        self._committed: deque[events.Committed] = deque()
         root_seed = ranks.all_gather(_rng.draw_seed())[0]  # one order for all ranks, whatever they were seeded with
         self._loaders = TrackedLoaders(trainer, root_seed, ranks.rank, settings.seed_workers)
         self.news = News(trainer, self._saves)
@@ -117,6 +119,7 @@ class Session:
         ]  # fmt: skip
         if plugin is not None:
             plugin.fit_begins(require_weights_only=settings.strict)
+            self._undo.append(before_steps(plugin.before_optimizer_step))
 
     def _saves(self) -> tuple[int, int]:
         return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
@@ -220,6 +223,8 @@ class Session:
 
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
+        if self._plugin is not None:
+            self._plugin.step_is_over(self._trainer.global_step)
         self._loaders.note()
         progress = _loops.progress(self._trainer)
         self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
@@ -272,10 +277,7 @@ class Session:
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""
         writer = self._plugin.writer if self._plugin is not None and self._ranks.is_zero else None
-        step = _loops.progress(self._trainer).step
-        verdicts = [v for guard in self._settings.guards if (v := guard.poll(step)) is not None]
-        for verdict in verdicts:
-            _log.warning("rank %d asks to save and stop: %s", self._ranks.rank, verdict.reason)
+        stop = bool(self._settings.guards) and self._poll_guards()
         since = time.monotonic() - self._saved_at
         if self._vote.cast_open:
             # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
@@ -284,8 +286,20 @@ class Session:
             save_failed=int(writer is not None and writer.failed),
             writer_busy=int(writer is not None and writer.busy),
             time_due=int(self._ranks.is_zero and time_due(self._settings.trigger, since)),
-            stop=int(bool(verdicts)),
+            stop=int(stop),
         )
+
+    def _poll_guards(self) -> bool:
+        step = _loops.progress(self._trainer).step
+        verdicts = [v for guard in self._settings.guards if (v := guard.poll(step)) is not None]
+        for verdict in verdicts:
+            _log.warning("rank %d asks to save and stop: %s", self._ranks.rank, verdict.reason)
+        return bool(verdicts)
+
+    def before_optimizer_step(self) -> None:
+        """Parameters may change. Blocks on: copies of them under way."""
+        if self._plugin is not None:
+            self._plugin.before_optimizer_step()
 
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
@@ -355,7 +369,7 @@ class Session:
         elif ends_here and self._settings.save_on_train_end:
             reason = reason or "train_end"
         elif reason is not None and votes.get("writer_busy") and self._skips_when_busy:
-            events.emit(events.SaveSkipped(self._dirpath, progress.step, "a save waits behind the running one"))
+            events.emit(events.SaveSkipped(self._dirpath, progress.step, "another save is being written"))
             self._pending, reason = replace(self._pending, postponed=reason), None
         if reason is not None:
             self._save(reason, "epoch" if epoch_finished else "step", progress)
@@ -372,7 +386,10 @@ class Session:
         options = None
         if self._plugin is not None:
             options = SaveOptions(
-                partial(rotation.rotate, self._dirpath, path, self.run_id, self._settings.retention, self._options)
+                partial(rotation.rotate, self._dirpath, path, self.run_id, self._settings.retention, self._options),
+                # After the last batch of an epoch, or of training, callbacks may change parameters before a step does.
+                late=self._late() if boundary == "step" and not self._stopped_within_epoch else None,
+                replaceable=reason not in ("stop", "train_end"),
             )
         self._saving = reason, boundary
         try:
@@ -381,6 +398,9 @@ class Session:
             self._saving = None
         self._saved_batch = progress.batch
         self._saved_at = time.monotonic()
+
+    def _late(self) -> Late:
+        return Late.of(self._trainer.lightning_module, self._trainer.optimizers, self._trainer.global_step)
 
     def _new_name(self, step: int) -> str:
         """A name that is not in the directory: no checkpoint is ever written over."""
@@ -413,12 +433,14 @@ class Session:
         dirpath, name = _names.split(event.path)
         # Not what another callback saves through the same plugin.
         if isinstance(event, events.Committed) and dirpath == self._dirpath and _names.parse_checkpoint_name(name):
-            self._committed = event.path
+            self._committed.append(event)
 
     def _tell_of_commits(self) -> None:
         """Loggers hear of a checkpoint after it is durable, never before."""
-        committed = self._committed
-        if committed != self._told:
-            self._told = committed
-            self._tell(committed)
+        committed = None
+        while self._committed:
+            committed = self._committed.popleft()
+            self.news.log_metrics(committed.metrics)
+        if committed is not None:  # of several the newest: the others may have been rotated away
+            self._tell(committed.path)
         self.news.pass_on()

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft import _choose, _loops, _names
@@ -233,6 +234,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         if self._session is not None:
             self._session.batch_starts()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        # Steps are watched where optimizers make them (see `_session`); this is for one that is not torch's own.
+        if self._session is not None:
+            self._session.before_optimizer_step()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

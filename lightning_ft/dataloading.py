@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import GeneratorType
 from typing import Any
 
@@ -261,9 +261,7 @@ class Tracker:
         """The next batch; where the main process makes it, from the loader's own random stream."""
         assert self._fetching is not None, "fetch follows open"
         try:
-            # Entered with workers too, though they draw elsewhere: entering drops a value that numpy had cached, and
-            # that must not depend on the number of workers.
-            with self._fetching.active():
+            with self._fetching_draws(self._fetching):
                 batch = next(iterator)
         except StopIteration:
             self.exhausted = True
@@ -272,6 +270,18 @@ class Tracker:
         if self.kind == "replay":
             self._digest = digest(batch)
         return batch
+
+    def _fetching_draws(self, stream: _rng.Stream) -> AbstractContextManager[None]:
+        """Where what a fetch draws in the main process comes from."""
+        if self.kind != "indexed":
+            return stream.active()
+        # The sampler draws from a stream of its own (see `IndexSource`): left are the dataset and the collation.
+        if self._loader.num_workers:
+            # They draw in workers. Entering a stream would drop a value that numpy had cached, and that must not depend
+            # on the number of workers.
+            _rng.forget_cached_normal()
+            return nullcontext()
+        return stream.lent() if self._dataset is not None else stream.active()
 
     def _replay(self, iterator: Iterator[Any], state: dict[str, Any]) -> None:
         total = state["delivered"]

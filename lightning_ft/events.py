@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,11 @@ class Committed(Event):
     generation: str
     size_bytes: int
     secs: float
+    """From the request for the save until now."""
+    metrics: dict[str, float | int] = field(default_factory=dict)
+    """`blocked_secs` (training stood still for the copy, for a place in the queue, and before the optimizer step),
+    `staging_secs` (until everything was copied), `queue_secs` (until the writer took it up), `write_secs`,
+    `total_secs`, `size_bytes`, `bytes_per_sec` (of the writing)."""
 
 
 @dataclass(frozen=True)

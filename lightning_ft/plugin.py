@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from typing_extensions import override
 from lightning_ft import _names, discovery, events
 from lightning_ft.__about__ import __version__
 from lightning_ft._engine import SaveTask, Writer
-from lightning_ft._snapshot import not_weights_only, snapshot
+from lightning_ft._plan import Late
+from lightning_ft._staging import Staged, Stager
+from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.state import versions
@@ -42,7 +45,13 @@ _FIT_TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).pa
 class SaveOptions:
     """What our callback tells the plugin about a save, through `Trainer.save_checkpoint(storage_options=...)`."""
 
-    on_commit: Callable[[Manifest], None] | None = field(default=None)
+    on_commit: Callable[[Manifest], None] | None = None
+    late: Late | None = None
+    """What may be copied while training goes on; None: nothing, the next thing to happen may be anything."""
+    replaceable: bool = False
+    """Whether a newer save may take the place of this one while it waits."""
+    asked_at: float = field(default_factory=time.monotonic)
+    """When training stopped for it, by `time.monotonic`."""
 
 
 class FaultTolerantCheckpointIO(CheckpointIO):
@@ -56,10 +65,16 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     Args:
         async_save: Write in a background thread. If False, saving blocks until the checkpoint is durable.
-        staging: When the copy of the state has to be finished: ``"blocking"`` before `save_checkpoint` returns,
-            ``"overlap"`` at the latest before the next optimizer step. This version copies at once for both.
-        when_busy: What a due save does while another one waits behind the one being written: ``"wait"`` for it, or
-            ``"skip"`` and try again at the next step. Saves asked for by other callbacks always wait.
+        staging: When the copy of the state has to be finished. ``"overlap"``: parameters and optimizer state are copied
+            while the next forward and backward pass runs, and the next optimizer step waits for the copy; everything
+            else, and any save that is not made by `FaultTolerantCheckpoint` between two batches of an epoch, is copied
+            before `save_checkpoint` returns. A parameter that is changed in between, by anything but an optimizer,
+            makes that save fail, by name, and from then on copies are made at once. ``"blocking"``: all is copied
+            before `save_checkpoint` returns, by as many threads as torch uses (`torch.get_num_threads`).
+        when_busy: What a due save does while another one is being written: ``"wait"``: it is copied and waits behind
+            that one, and a third would stop training until there is room; ``"newest"``: the same, but it takes the
+            place of one that waits; ``"skip"``: it is made after the first step that finds the writer idle, so there is
+            one copy of the state at most and not two. Saves asked for by other callbacks are never left out.
         verify: What is checked before a checkpoint is used: ``"full"`` every byte against its digest, ``"size"`` the
             manifest and the size, ``"off"`` only that the manifest, where there is one, is undamaged.
         on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
@@ -76,7 +91,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         *,
         async_save: bool = True,
         staging: Literal["overlap", "blocking"] = "overlap",
-        when_busy: Literal["wait", "skip"] = "wait",
+        when_busy: Literal["wait", "newest", "skip"] = "wait",
         verify: Literal["full", "size", "off"] = "full",
         on_error: Literal["raise", "warn"] = "raise",
         retries: int = 3,
@@ -84,7 +99,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     ) -> None:
         _require("async_save", async_save, (True, False))
         _require("staging", staging, ("overlap", "blocking"))
-        _require("when_busy", when_busy, ("wait", "skip"))
+        _require("when_busy", when_busy, ("wait", "newest", "skip"))
         _require("verify", verify, ("full", "size", "off"))
         _require("on_error", on_error, ("raise", "warn"))
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
@@ -104,6 +119,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """Whether a checkpoint that ``torch.load(weights_only=True)`` would refuse is a failed save."""
         self._storage = Storage(storage_options)
         self._writer: Writer | None = None
+        self._stager: Stager | None = None
         self._own_directories: set[str] = set()
         self._loaded_path: str | None = None
         self._verified: str | None = None
@@ -118,7 +134,14 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         return self._writer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_writer": None}
+        return {**vars(self), "_writer": None, "_stager": None}
+
+    @property
+    def stager(self) -> Stager:
+        """What copies the state in this process."""
+        if self._stager is None:
+            self._stager = Stager(overlap=self.staging == "overlap")
+        return self._stager
 
     @override
     def save_checkpoint(
@@ -126,9 +149,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     ) -> None:
         """`checkpoint` is copied and will be written to `path`; what is under `path` now stays until then.
 
-        Thread: main. Blocks on: the copy, and on a save that waits already. On disk after: nothing yet; with
-        ``async_save=False``, or once a fit has ended (``trainer.save_checkpoint("final.ckpt")`` as the last line of a
-        script), the checkpoint.
+        Thread: main. Blocks on: the copy (see `staging`), and on a save that waits already. On disk after: nothing
+        yet; with ``async_save=False``, or once a fit has ended (``trainer.save_checkpoint("final.ckpt")`` as the last
+        line of a script), the checkpoint.
 
         Raises:
             ConfigurationError: `storage_options` is given by anybody but our callback; they belong to the plugin.
@@ -139,22 +162,51 @@ class FaultTolerantCheckpointIO(CheckpointIO):
                 f"storage_options={storage_options!r}: give them to FaultTolerantCheckpointIO(storage_options=...), "
                 "so that loading and removing use them too"
             )
+        options = storage_options or SaveOptions()
         self._report()
         path = _names.normalise(path)
         manifest = _manifest(checkpoint)
         self._own_directories.add(_names.split(path)[0])
-        on_commit = storage_options.on_commit if storage_options is not None else None
+        in_background = self.async_save and not self._between_fits
+        if in_background:
+            self.stager.finish()  # the writer may wait for it, and we are about to wait for the writer
+            self.writer.make_room(replace=options.replaceable and self.when_busy == "newest")
         try:
-            self._check_weights_only(checkpoint, path)
-            task = SaveTask(path, snapshot(checkpoint), manifest, on_commit)
+            staged = self._staged(checkpoint, path, options.late if in_background else None)
         except Exception as error:
             self.writer.record_failure(path, manifest.step, error)
         else:
-            if self.async_save and not self._between_fits:
-                self.writer.save(task)
-            else:
-                self.writer.save_now(task)
+            task = SaveTask(path, staged, manifest, options.on_commit, options.replaceable, options.asked_at)
+            staged.blocked_secs = time.monotonic() - options.asked_at
+            (self.writer.save if in_background else self.writer.save_now)(task)
+        if self._between_fits:
+            self._close_stager()  # nobody knows of a next save for which the memory would be kept
         self._report()
+
+    def _close_stager(self) -> None:
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.close()
+
+    def _staged(self, checkpoint: dict[str, Any], path: str, late: Late | None) -> Staged:
+        staged = self.stager.stage(checkpoint, late)
+        try:
+            if staged.odd:
+                self._check_weights_only(checkpoint, path)
+        except BaseException:
+            staged.release()
+            raise
+        return staged
+
+    def before_optimizer_step(self) -> None:
+        """Parameters may be changed: every copy of them was taken. Thread: main. Blocks on: copies under way."""
+        if self._stager is not None:
+            self._stager.finish()
+
+    def step_is_over(self, optimizer_steps: int) -> None:
+        """`optimizer_steps` were taken so far: a copy that was under way and has not been finished is worthless."""
+        if self._stager is not None:
+            self._stager.step_is_over(optimizer_steps)
 
     @override
     def load_checkpoint(
@@ -213,13 +265,14 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     def drain(self) -> None:
         """Everything submitted is durable, or recorded as failed. Thread: main. Blocks on: the writer."""
+        self.before_optimizer_step()
         if self._writer is not None:
             self._writer.drain()
 
     def wait_for(self, path: str | os.PathLike[str]) -> None:
         """No save to `path` is queued or being written. Thread: main. Blocks on: the writer, if one is."""
         if self._writer is not None and self._writer.holds(_names.normalise(path)):
-            self._writer.drain()
+            self.drain()
 
     @override
     def teardown(self) -> None:
@@ -229,9 +282,12 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             SaveError: A save failed and nobody has reported it yet (unless another error is on its way already).
         """
         self._between_fits = True
+        self.before_optimizer_step()
+        if self._writer is not None:
+            self._writer.close()
+        self._close_stager()
         if self._writer is None:
             return
-        self._writer.close()
         try:
             if sys.exc_info()[1] is None:
                 self._report()
@@ -245,6 +301,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self.reports_failures = False
         self.require_weights_only = require_weights_only
         self._between_fits = False
+        self._close_stager()  # another model, perhaps, of which it is to be seen anew whether its copies may be late
 
     def _report(self) -> None:
         if not self.reports_failures or self._writer is None:

@@ -236,9 +236,9 @@ def _early_commit() -> None:
     """The commit is announced before it has happened."""
     write = _engine.Writer._write
 
-    def announce_and_write(self: Any, task: Any) -> Any:
+    def announce_and_write(self: Any, task: Any, watch: Any) -> Any:
         events.emit(events.Committed(task.path, task.manifest.step, task.manifest.generation, 0, 0.0))
-        return write(self, task)
+        return write(self, task, watch)
 
     _engine.Writer._write = announce_and_write  # type: ignore[method-assign]
 

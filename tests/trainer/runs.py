@@ -129,12 +129,13 @@ class Slow:
         self._free = False
         self._stands = threading.Event()
         self.stood = 0
-        save, drain, close = _engine.Writer.save, _engine.Writer.drain, _engine.Writer.close
+        make_room, drain, close = _engine.Writer.make_room, _engine.Writer.drain, _engine.Writer.close
 
-        def save_(writer: Any, task: Any) -> None:
-            if writer.busy:
+        def make_room_(writer: Any, **kwargs: Any) -> None:
+            replaces = kwargs["replace"] and any(getattr(task, "replaceable", False) for task in writer._tasks)
+            if writer.full and not replaces:
                 self.let_one()
-            save(writer, task)
+            make_room(writer, **kwargs)
 
         def drain_(writer: Any, *args: Any) -> bool:
             self.let_all()
@@ -144,7 +145,7 @@ class Slow:
             self.let_all()
             close(writer)
 
-        monkeypatch.setattr(_engine.Writer, "save", save_)
+        monkeypatch.setattr(_engine.Writer, "make_room", make_room_)
         monkeypatch.setattr(_engine.Writer, "close", close_)
         monkeypatch.setattr(_engine.Writer, "drain", drain_)
 

@@ -306,22 +306,23 @@ def test_f8_a_logger_without_our_callback_is_told_too_early(tmp_path: Path, monk
 
 
 class InFlight:
-    """How many saves were accepted and not yet committed, at most."""
+    """How many saves were accepted and neither committed nor left out, at most."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.accepted = self.committed = self.most = 0
+        self.accepted = self.committed = self.left_out = self.most = 0
         enqueue = _engine.Writer._enqueue
 
         def enqueue_(writer: Any, task: Any) -> None:
             if isinstance(task, _engine.SaveTask):
                 self.accepted += 1
-                self.most = max(self.most, self.accepted - self.committed)
+                self.most = max(self.most, self.accepted - self.committed - self.left_out)
             enqueue(writer, task)
 
         monkeypatch.setattr(_engine.Writer, "_enqueue", enqueue_)
 
     def __call__(self, event: events.Event) -> None:
         self.committed += isinstance(event, events.Committed)
+        self.left_out += isinstance(event, events.SaveSkipped)
 
 
 def test_f6_at_most_one_running_and_one_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,23 +334,51 @@ def test_f6_at_most_one_running_and_one_waiting(tmp_path: Path, monkeypatch: pyt
 
 
 def test_f6_skip_is_counted_and_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two saves are accepted, the next is put off. At the end of an epoch, where the data begins anew, it waits."""
+    """While one is written the next is put off. At the end of an epoch, where the data begins anew, it waits."""
     slow = runs.Slow(monkeypatch)
     plugin = ft.FaultTolerantCheckpointIO(when_busy="skip")
 
     def pace(trainer: Any) -> None:
         if trainer.global_step == 3:
             slow.wait_until_it_stands()  # the first is being written, not waiting any more
-        elif trainer.global_step == 8:
+        elif trainer.global_step in (8, 9):
             plugin.drain()
 
     callbacks = [runs.Each(pace), ours(tmp_path, every_n_train_steps=2)]
     with runs.observing(slow), runs.recorded() as seen:
         fit(trainer(*callbacks, max_epochs=2, max_steps=11, plugins=[plugin]))
     skipped = [e for e in seen if isinstance(e, events.SaveSkipped)]
-    assert [e.step for e in skipped] == [6, 7]
-    assert {e.reason for e in skipped} == {"a save waits behind the running one"}
-    assert [e.step for e in seen if isinstance(e, events.Committed)] == [2, 4, 8, 10, 11]
+    assert [e.step for e in skipped] == [4, 5, 6, 7]
+    assert {e.reason for e in skipped} == {"another save is being written"}
+    assert [e.step for e in seen if isinstance(e, events.Committed)] == [2, 8, 10, 11]
+
+
+def test_f6_the_newest_takes_the_place_of_the_one_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training never waits, one save is running and one waiting at most, and what is dropped is said."""
+    slow, in_flight = runs.Slow(monkeypatch), InFlight(monkeypatch)
+    plugin = ft.FaultTolerantCheckpointIO(when_busy="newest")
+
+    def pace(trainer: Any) -> None:
+        if trainer.global_step == 2:
+            slow.wait_until_it_stands()  # the first is being written, not waiting any more
+
+    with runs.observing(slow, in_flight), runs.recorded() as seen:
+        fit(trainer(runs.Each(pace), ours(tmp_path, every_n_train_steps=1, keep_last=-1), plugins=[plugin]))
+    skipped = [e for e in seen if isinstance(e, events.SaveSkipped)]
+    assert [e.step for e in skipped] == [2, 3, 4, 5, 6, 7]
+    assert {e.reason for e in skipped} == {"a newer save has taken its place"}
+    assert runs.good(tmp_path) == ["step=00000008.ckpt", "step=00000001.ckpt"] == runs.names(tmp_path)[::-1]
+    assert in_flight.most == 2
+
+
+def test_f6_only_our_own_saves_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another callback has saved, and remembers, is never dropped for a newer one."""
+    slow = runs.Slow(monkeypatch)
+    plugin = ft.FaultTolerantCheckpointIO(when_busy="newest")
+    users = runs.every_step(tmp_path / "best", save_top_k=-1)
+    with runs.observing(slow):
+        fit(trainer(ours(tmp_path / "run", every_n_train_steps=1, keep_last=-1), users, plugins=[plugin]))
+    assert len(list((tmp_path / "best").iterdir())) == 8
 
 
 def test_f6_plain_lightning_queues_without_limit(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from _archives import manifest
 
 from lightning_ft import _attempt, discovery, events
 from lightning_ft._engine import SaveTask, Writer
+from lightning_ft._staging import Stager
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Attempt, Storage
@@ -89,7 +91,8 @@ def seen() -> Iterator[list[events.Event]]:
 
 
 def task(path: Path, on_commit: Callable[[Manifest], None] | None = None, **state: Any) -> SaveTask:
-    return SaveTask(str(path), {"weights": torch.arange(4.0), **state}, manifest(step=3), on_commit)
+    staged = Stager(overlap=False).stage({"weights": torch.arange(4.0), **state})
+    return SaveTask(str(path), staged, manifest(step=3), on_commit)
 
 
 def good(path: Path) -> bool:
@@ -151,9 +154,10 @@ def test_one_save_runs_one_waits_and_a_third_blocks(writer: Writer, storage: Scr
     assert not writer.busy
     writer.save(task(tmp_path / "a.ckpt"))
     assert storage.entered[str(tmp_path / "a.ckpt")].wait(WAIT_SECS)
-    assert not writer.busy
-    writer.save(task(tmp_path / "b.ckpt"))
     assert writer.busy
+    assert not writer.full
+    writer.save(task(tmp_path / "b.ckpt"))
+    assert writer.full
     blocked, returned = threading.Event(), threading.Event()
 
     def third() -> None:
@@ -174,16 +178,55 @@ def test_one_save_runs_one_waits_and_a_third_blocks(writer: Writer, storage: Scr
     writer.drain()
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt", "c.ckpt"]
     assert not writer.busy
+    assert not writer.full
 
 
-def test_a_waiting_removal_does_not_make_the_writer_busy(
+def test_a_waiting_removal_does_not_make_the_writer_full(
     writer: Writer, storage: ScriptedStorage, tmp_path: Path
 ) -> None:
     storage.hold(tmp_path / "a.ckpt")
     writer.save(task(tmp_path / "a.ckpt"))
     writer.remove(str(tmp_path / "x"))
     assert storage.entered[str(tmp_path / "a.ckpt")].wait(WAIT_SECS)
-    assert not writer.busy
+    assert not writer.full
+
+
+def test_a_newer_save_takes_the_place_of_a_replaceable_one(
+    writer: Writer, storage: ScriptedStorage, tmp_path: Path, seen: list[events.Event]
+) -> None:
+    """It is counted as over in its turn, its memory is free, and what was asked for after it happens all the same."""
+    gate = storage.hold(tmp_path / "a.ckpt")
+    writer.save(task(tmp_path / "a.ckpt"))
+    assert storage.entered[str(tmp_path / "a.ckpt")].wait(WAIT_SECS)
+    waiting = replace(task(tmp_path / "b.ckpt"), replaceable=True)
+    writer.save(waiting)
+    writer.remove(str(tmp_path / "x"))
+    writer.make_room(replace=True)
+    assert not writer.full
+    assert writer.saves == (2, 0)
+    with pytest.raises(KeyError):
+        waiting.snapshot.wait()["weights"]
+    writer.save(task(tmp_path / "c.ckpt"))
+    gate.set()
+    writer.drain()
+    assert storage.log == ["open a.ckpt", "remove x", "open c.ckpt"]
+    assert writer.saves == (3, 3)
+    assert [(e.path, e.reason) for e in seen if isinstance(e, events.SaveSkipped)] == [
+        (str(tmp_path / "b.ckpt"), "a newer save has taken its place")
+    ]
+
+
+def test_a_save_that_must_be_made_keeps_its_place(writer: Writer, storage: ScriptedStorage, tmp_path: Path) -> None:
+    gate = storage.hold(tmp_path / "a.ckpt")
+    writer.save(task(tmp_path / "a.ckpt"))
+    assert storage.entered[str(tmp_path / "a.ckpt")].wait(WAIT_SECS)
+    writer.save(task(tmp_path / "b.ckpt"))
+    thread = threading.Thread(target=writer.make_room, kwargs={"replace": True})
+    thread.start()
+    gate.set()
+    thread.join(WAIT_SECS)
+    writer.drain()
+    assert storage.log == ["open a.ckpt", "open b.ckpt"]
 
 
 def test_saving_now_comes_after_what_was_submitted_and_runs_in_the_callers_thread(
@@ -401,7 +444,14 @@ def test_an_abort_that_fails_does_not_hide_why(writer: Writer, tmp_path: Path, m
 
 
 def test_a_state_that_cannot_be_pickled_is_a_failure(writer: Writer, tmp_path: Path) -> None:
-    writer.save(task(tmp_path / "a.ckpt", lock=threading.Lock()))
+    class Sealed:
+        def __deepcopy__(self, memo: Any) -> Sealed:
+            return self
+
+        def __reduce__(self) -> Any:
+            raise TypeError("cannot be pickled")
+
+    writer.save(task(tmp_path / "a.ckpt", sealed=Sealed()))
     writer.drain()
     failure = writer.take_failure()
     assert failure is not None

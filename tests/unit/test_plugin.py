@@ -87,7 +87,7 @@ def failing(errors: int, **options: Any) -> FaultTolerantCheckpointIO:
         ("async_save", None, "True, False"),
         ("staging", "later", "'overlap', 'blocking'"),
         ("staging", None, "'overlap', 'blocking'"),
-        ("when_busy", "fail", "'wait', 'skip'"),
+        ("when_busy", "fail", "'wait', 'newest', 'skip'"),
         ("verify", "none", "'full', 'size', 'off'"),
         ("verify", True, "'full', 'size', 'off'"),
         ("on_error", "ignore", "'raise', 'warn'"),

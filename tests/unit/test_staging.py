@@ -13,9 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ft._snapshot import not_weights_only, snapshot
+from lightning_ft._staging import Stager
+from lightning_ft._weights_only import not_weights_only
 
 Pair = namedtuple("Pair", "a b")
+
+
+def snapshot(checkpoint: Any) -> Any:
+    return Stager(overlap=False).stage(checkpoint).wait()
 
 
 class Holder:

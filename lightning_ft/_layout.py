@@ -1,0 +1,140 @@
+"""Where each storage of a checkpoint lies in the staging buffers, worked out once and kept while nothing moves.
+
+A layout is a value: the same tensors at the same addresses give an equal signature, and then the plan of the last
+save, with its target tensors, is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT_BYTES = 64
+"""Of each storage in a buffer: a cache line, and the alignment that `torch.save` gives it in the file."""
+
+Signature = list[tuple[Any, ...]]
+
+
+def has_one_storage(tensor: Tensor) -> bool:
+    """Whether the bits of `tensor` are a stretch of one storage with an address.
+
+    Sparse, quantised and subclassed tensors have no single storage to share, meta tensors no data to move.
+    """
+    kind = type(tensor)
+    return (
+        (kind is Tensor or kind is torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def signature(tensors: Iterable[Tensor]) -> Signature:
+    """What a plan depends on. Two lists of tensors with equal signatures can share one plan."""
+    found: Signature = []
+    for tensor in tensors:
+        if not has_one_storage(tensor):
+            found.append(())
+            continue
+        storage = tensor.untyped_storage()
+        found.append((
+            storage.data_ptr(), storage.nbytes(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(),
+            tensor.storage_offset(), tensor.requires_grad, type(tensor),
+        ))  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One storage, and its place in the buffers."""
+
+    tensor: int
+    """Index of a tensor that lies in it: of one that is all of it, if there is one."""
+    whole: bool
+    """Whether that tensor covers the storage from its first to its last byte, in order."""
+    device: torch.device
+    address: int
+    size_bytes: int
+    block: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of all storages.
+
+    Storages are told apart by device, address and size; tensors that share one share its place too, so that tied
+    weights stay tied, also in the size of the file.
+    """
+
+    extents: tuple[Extent, ...]
+    extent_of: tuple[int | None, ...]
+    """For each tensor the index of its extent, None if it has no storage of its own to place."""
+    block_bytes: tuple[int, ...]
+    """Sizes of the buffers, in bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(extent.size_bytes for extent in self.extents)
+
+
+def lay_out(entries: Signature, largest_block_bytes: int | None = None) -> Layout:
+    """The storages in the order in which they occur, one after the other.
+
+    Args:
+        entries: A signature.
+        largest_block_bytes: Size in bytes at which a further buffer is begun; a storage that is larger has one for
+            itself. None: everything in one buffer.
+    """
+    index_of: dict[tuple[Any, ...], int] = {}
+    first: list[int] = []
+    whole: list[bool] = []
+    extent_of: list[int | None] = []
+    for number, entry in enumerate(entries):
+        if not entry:
+            extent_of.append(None)
+            continue
+        address, size_bytes, device = entry[:3]
+        # Every empty storage has address 0: nothing to share.
+        key = (device, address, size_bytes) if size_bytes else (number,)
+        index = index_of.setdefault(key, len(first))
+        covers = _covers(entry)
+        if index == len(first):
+            first.append(number)
+            whole.append(covers)
+        elif covers and not whole[index]:
+            first[index], whole[index] = number, True
+        extent_of.append(index)
+    places, block_bytes = _places([entries[number][1] for number in first], largest_block_bytes)
+    extents = (
+        Extent(number, covers, entries[number][2], entries[number][0], entries[number][1], block, offset)
+        for number, covers, (block, offset) in zip(first, whole, places, strict=True)
+    )
+    return Layout(tuple(extents), tuple(extent_of), block_bytes)
+
+
+def _covers(entry: tuple[Any, ...]) -> bool:
+    _, size_bytes, _, dtype, shape, stride, offset = entry[:7]
+    if offset or shape.numel() * dtype.itemsize != size_bytes:
+        return False
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _places(sizes: Sequence[int], largest_block_bytes: int | None) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    places: list[tuple[int, int]] = []
+    blocks: list[int] = []
+    for size_bytes in sizes:
+        if not blocks or (largest_block_bytes is not None and blocks[-1] + size_bytes > largest_block_bytes > 0):
+            blocks.append(0)
+        places.append((len(blocks) - 1, blocks[-1]))
+        blocks[-1] += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return places, tuple(blocks)

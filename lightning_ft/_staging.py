@@ -1,0 +1,380 @@
+"""Snapshots: copies of checkpoints in memory that is used again and again, taken at once or while training goes on.
+
+One save with ``staging="overlap"``, who does what, and what is true after it::
+
+    step                        thread    afterwards
+    --------------------------  --------  ----------------------------------------------------------------
+    stage(): structure          main      plain values, lists and objects are copied, tensors have a place
+    stage(): late copies begin  main      (they run on in another thread, on a device on a stream)
+    stage(): at-once copies     main      module buffers, small and unusual tensors are copied
+    late copies                 stager    parameters and optimizer state are copied
+    finish()                    main      nothing will be read any more: the optimizer may step
+    wait()                      writer    every byte is in host memory, and none was changed on the way
+    check()                     writer    the same, asked once more just before the commit
+    release()                   writer    the memory is free for the next save
+
+Only what an optimizer step changes, and nothing else, may be copied late: parameters in its groups and its state.
+The guard is each tensor's version counter, read at the boundary and in `finish`. A write through ``.data`` does not
+move that counter: therefore the first late copies of every fit (all, with ``LIGHTNING_FT_CHECK_SNAPSHOT=1``) are
+compared by digest with what was there at the boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ft._buffers import Buffers
+from lightning_ft._copies import (
+    PIECE_BYTES,
+    Piece,
+    copied,
+    copy_grouped,
+    digest,
+    is_streamed,
+    launch,
+    move,
+    pieces,
+    storage_bytes,
+)
+from lightning_ft._layout import Signature, signature
+from lightning_ft._plan import Late, Plan, Work
+from lightning_ft._skeleton import Skeleton, name_of
+
+_log = logging.getLogger(__name__)
+
+CHECK_VARIABLE = "LIGHTNING_FT_CHECK_SNAPSHOT"
+
+
+class SnapshotError(RuntimeError):
+    """A tensor was changed while its copy was still to be taken, so the copy is not the state of any step."""
+
+
+class Staged:
+    """One snapshot: complete when `wait` has returned, in memory that is used again after `release`.
+
+    Args:
+        stager: Whose it is.
+        plan: Where its bytes are to be.
+        skeleton: The rest of it.
+        late: Whether some of its tensors are copied after `Stager.stage` has returned.
+    """
+
+    def __init__(self, stager: Stager, plan: Plan, skeleton: Skeleton, late: Late | None) -> None:
+        self.odd = skeleton.odd
+        """Whether something is in it that ``weights_only=True`` may refuse."""
+        self.size_bytes = plan.layout.size_bytes
+        """Bytes of all storages; the file is a little larger."""
+        self.blocked_secs = 0.0
+        """How long the main thread was held up, so far."""
+        self.staging_secs = 0.0
+        """From the beginning until the last byte was copied."""
+        self._stager = stager
+        self._plan = plan
+        self._tensors = skeleton.tensors
+        self._steps = late.optimizer_steps if late is not None else 0
+        self._checkpoint: dict[str, Any] = {}
+        self._watched: list[tuple[int, int]] = []
+        self._digests: list[tuple[int, str]] = []
+        self._copying: Future[None] | None = None
+        self._events: list[Any] = []  # of copies that a device makes
+        self._barriers: list[tuple[torch.device, Any]] = []  # of those that an optimizer step has to come after
+        self._lock = threading.Lock()
+        self._settled = late is None
+        self._rejected = ""
+        self._began = time.monotonic()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known if the copy is good: nothing of the training's memory will be looked at any more."""
+        return self._settled
+
+    def finish(self) -> None:
+        """Training may change everything again; if it has done so too early, `wait` and `check` raise.
+
+        Thread: main. Blocks on: late copies of host memory; a device waits for its own, not the host.
+        """
+        if self._settled:
+            return
+        began = time.monotonic()
+        if self._copying is not None:
+            self._copying.exception()  # waits; an error is raised in `wait`, where a save can fail
+        for device, event in self._barriers:
+            torch.accelerator.current_stream(device).wait_event(event)
+        with self._lock:
+            self._settle()
+        self.blocked_secs += time.monotonic() - began
+
+    def step_is_over(self, optimizer_steps: int) -> None:
+        """If optimizers have stepped, and `finish` was not called before, what was copied is worth nothing."""
+        with self._lock:
+            if not self._settled and optimizer_steps != self._steps:
+                self._settled = True
+                self._reject("parameters were changed without a call of an optimizer's `step`")
+
+    def wait(self) -> dict[str, Any]:
+        """The snapshot; nothing of it will change before `release`.
+
+        Thread: writer. Blocks on: the late copies.
+
+        Raises:
+            SnapshotError: A tensor was changed before it was copied.
+        """
+        if self._copying is not None:
+            self._copying.result()
+        for event in self._events:
+            event.synchronize()
+        self.staging_secs = self.staging_secs or time.monotonic() - self._began
+        self.check()
+        for index, expected in self._digests:
+            if digest(self._plan.places[index]) != expected:
+                with self._lock:
+                    self._reject(f"{self._name(index)} was changed (through `.data`, past its version counter?)")
+                break
+        self._digests = []
+        self.check()
+        return self._checkpoint
+
+    def check(self) -> None:
+        """No tensor has been changed before it was copied.
+
+        A change that is under way is not counted yet, so between the end of the copies and the last check there has to
+        be more time than changing a tensor takes: writing it to a file is that.
+
+        Thread: writer.
+
+        Raises:
+            SnapshotError: One has.
+        """
+        with self._lock:
+            if not self._settled:
+                self._judge()
+            elif not any(not event.query() for event in self._events):
+                self._tensors = []  # only until now had they to live
+            if self._rejected:
+                raise SnapshotError(self._rejected)
+
+    def release(self) -> None:
+        """The memory is free. Thread: writer, or the one that gives the snapshot up. Blocks on: copies under way."""
+        if self._copying is not None:
+            self._copying.exception()
+        for event in self._events:
+            event.synchronize()
+        with self._lock:
+            self._settled = True
+            self._checkpoint, self._tensors, self._watched, self._digests = {}, [], [], []
+        self._stager.take_back(self._plan)
+
+    # -- taking it: see `Stager.stage` ---------------------------------------------------------------------------
+
+    def _take(self, skeleton: Skeleton, late: Late | None, check: bool) -> None:
+        plan = self._plan
+        targets = list(plan.targets)
+        for number, (tensor, extent) in enumerate(zip(self._tensors, plan.layout.extent_of, strict=True)):
+            if extent is None:
+                targets[number] = copied(tensor)
+        self._checkpoint = skeleton.filled(targets)
+        now, later = plan.split(late, skeleton.of_optimizers)
+        watched = later.extents
+        self._watched = [(index, self._source(index)._version) for index in watched]
+        everything = os.environ.get(CHECK_VARIABLE) == "1"
+        if everything or (check and watched):
+            checked = range(len(plan.places)) if everything else watched
+            self._digests = [(index, digest(storage_bytes(self._source(index)))) for index in checked]
+        for device, indices in later.device.items():
+            self._barriers += [(device, event) for event in self._copy_from_device(device, indices)]
+        for device, indices in now.device.items():
+            for event in self._copy_from_device(device, indices):
+                # Nothing that is launched after this changes what is still being copied.
+                torch.accelerator.current_stream(device).wait_event(event)
+        if later.grouped or later.raw:
+            self._copying = self._stager.executor().submit(self._copy_late, later)
+        self._copy_at_once(now)
+
+    def _copy_at_once(self, work: Work) -> None:
+        queue = self._pieces(work)
+        helpers = min(torch.get_num_threads(), len(queue)) - 1
+        others = [self._stager.executor().submit(move, queue) for _ in range(helpers)]
+        self._copy_grouped(work.grouped)
+        move(queue)
+        for other in others:
+            other.result()
+
+    def _copy_late(self, work: Work) -> None:
+        """Thread: stager."""
+        group: list[int] = []
+        group_bytes = 0
+        for index in work.grouped:
+            group.append(index)
+            group_bytes += self._plan.layout.extents[index].size_bytes
+            if group_bytes >= PIECE_BYTES:
+                self._copy_grouped(group)
+                group, group_bytes = [], 0
+        self._copy_grouped(group)
+        move(self._pieces(work))
+        if not self._events:
+            self.staging_secs = time.monotonic() - self._began
+
+    def _copy_grouped(self, indices: list[int]) -> None:
+        numbers = [self._plan.layout.extents[index].tensor for index in indices]
+        copy_grouped([self._plan.targets[n] for n in numbers], [self._tensors[n] for n in numbers])
+
+    def _pieces(self, work: Work) -> deque[Piece]:
+        extents, places = self._plan.layout.extents, self._plan.places
+        return deque(
+            piece
+            for index in work.raw
+            for piece in pieces(places[index].data_ptr(), extents[index].address, extents[index].size_bytes)
+        )
+
+    def _copy_from_device(self, device: torch.device, indices: list[int]) -> list[Any]:
+        sources = [storage_bytes(self._source(index)) for index in indices]
+        places = [self._plan.places[index] for index in indices]
+        if is_streamed(device):
+            event = launch(self._stager.stream(device), device, places, sources)
+            self._events.append(event)
+            return [event]
+        for place, source in zip(places, sources, strict=True):
+            place.copy_(source)
+        return []
+
+    def _source(self, index: int) -> Tensor:
+        return self._tensors[self._plan.layout.extents[index].tensor]
+
+    # -- judging it, holding the lock ----------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self._judge()
+            self._settled = True
+            if not self._events:
+                self._tensors = []
+
+    def _judge(self) -> None:
+        for index, version in self._watched:
+            if self._source(index)._version != version:
+                self._reject(f"{self._name(index)} was changed")
+                return
+
+    def _reject(self, what: str) -> None:
+        self._rejected = (
+            f"{what} between the step boundary and the next optimizer step, while a copy of it was being taken"
+        )
+        self._stager.give_up_overlap(self._rejected)
+
+    def _name(self, index: int) -> str:
+        target = self._plan.targets[self._plan.layout.extents[index].tensor]
+        return name_of(self._checkpoint, target) or "a tensor"
+
+
+class Stager:
+    """Takes snapshots, at most one of them with copies under way, and owns their memory, threads and streams.
+
+    Thread: main, unless a method says otherwise.
+
+    Args:
+        overlap: Whether late copies are made at all.
+    """
+
+    def __init__(self, overlap: bool) -> None:
+        self.overlaps = overlap
+        """Whether late copies are made: not any more once one of them went wrong."""
+        self.plans = 0
+        """How many snapshots had to be in memory at once, so far."""
+        self._free: list[Plan] = []
+        self._pending: Staged | None = None
+        self._checked = False
+        self._threads: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    def stage(self, checkpoint: dict[str, Any], late: Late | None = None) -> Staged:
+        """A snapshot of `checkpoint`: what training does from now on does not show in it, if `finish` comes in time.
+
+        Tensors are copied to host memory; those that share a storage share one in the copy. Everything else is
+        deep-copied.
+
+        Blocks on: the copies, but those of `late` storages; on a device, on nothing: its own work waits instead.
+
+        Args:
+            checkpoint: What Lightning made for a save.
+            late: What may be copied after this has returned, until `finish`; None: nothing.
+        """
+        self.finish()
+        late = late if self.overlaps else None
+        skeleton = Skeleton(checkpoint)
+        staged = Staged(self, self._plan_for(signature(skeleton.tensors)), skeleton, late)
+        try:
+            staged._take(skeleton, late, check=not self._checked)
+        except BaseException:
+            staged.release()
+            raise
+        self._checked = self._checked or late is not None
+        self._pending = staged
+        staged.blocked_secs = time.monotonic() - staged._began
+        if late is None and not staged._events:
+            staged.staging_secs = staged.blocked_secs
+        return staged
+
+    def finish(self) -> None:
+        """Training may change everything again. Blocks on: late copies under way."""
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
+
+    def step_is_over(self, optimizer_steps: int) -> None:
+        """So many optimizer steps were taken, each after a call of `finish`, or the copies under way are bad."""
+        if self._pending is not None:
+            self._pending.step_is_over(optimizer_steps)
+
+    def close(self) -> None:
+        """No thread is left and no memory is held."""
+        self.finish()
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._threads = None
+        self._free.clear()
+        self._streams.clear()
+
+    def give_up_overlap(self, reason: str) -> None:
+        """From now on everything is copied at once. Thread: any."""
+        if self.overlaps:
+            self.overlaps = False
+            _log.warning('%s; from now on saves copy at once, as with staging="blocking"', reason)
+
+    def take_back(self, plan: Plan) -> None:
+        """`plan` is free for the next snapshot. Thread: any."""
+        self._free.append(plan)
+
+    def executor(self) -> ThreadPoolExecutor:
+        """Threads that copy."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max(2, torch.get_num_threads()), "lightning-ft-staging")
+        return self._threads
+
+    def stream(self, device: torch.device) -> Any:
+        """A stream of `device` for copies alone."""
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device=device)
+        return self._streams[device]
+
+    def _plan_for(self, entries: Signature) -> Plan:
+        pinned = any(is_streamed(device) for device in {entry[2] for entry in entries if entry})
+        free = [plan for plan in self._free if plan.buffers.pinned == pinned]
+        same = [plan for plan in free if plan.entries == entries]
+        if not free:
+            self._free.clear()  # of another kind, if any
+            self.plans += 1
+            return Plan(entries, Buffers(pinned))
+        plan = (same or free)[0]
+        self._free.remove(plan)
+        if not same:
+            plan.arrange(entries)
+        return plan

@@ -1,0 +1,49 @@
+"""What ``torch.load(weights_only=True)``, Lightning's default, would refuse in a checkpoint, said when it is saved."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN_LEAVES = frozenset({str, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device})
+"""What torch's weights-only unpickler accepts without being told; containers are walked, leaves are not."""
+
+PLAIN_INT_BITS = 2000
+"""Longer integers have an encoding of their own, which that unpickler does not know."""
+
+
+def not_weights_only(value: Any, path: str = "checkpoint") -> list[str]:
+    """Key paths in `value` that ``torch.load(weights_only=True)`` would refuse, with their types.
+
+    What the user allowed with ``torch.serialization.add_safe_globals`` counts as safe.
+    """
+    if type(value) in (dict, OrderedDict):
+        problems = [p for k in value for p in _leaf_problem(k, f"{path} (key {k!r})")]
+        return problems + [p for k, v in value.items() for p in not_weights_only(v, f"{path}[{k!r}]")]
+    if type(value) in (list, tuple):
+        return [p for i, v in enumerate(value) for p in not_weights_only(v, f"{path}[{i}]")]
+    return _leaf_problem(value, path)
+
+
+def _leaf_problem(value: Any, path: str) -> list[str]:
+    if type(value) is int and value.bit_length() > PLAIN_INT_BITS:
+        return [f"{path} is an int of {value.bit_length()} bits"]
+    if type(value) in PLAIN_LEAVES or type(value) in (Tensor, torch.nn.Parameter):
+        return []
+    if type(value) is tuple:
+        return not_weights_only(value, path)
+    # Rare types are judged by the loader itself and not by a list of ours that would age.
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, RuntimeError):
+        kind = type(value)
+        return [f"{path} is a {kind.__module__}.{kind.__qualname__}"]
+    return []
