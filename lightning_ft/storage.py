@@ -30,6 +30,7 @@ import xxhash
 
 from lightning_ft._attempt import CHUNK_BYTES, Attempt, LocalAttempt, ObjectAttempt, make_dirs, sync_dir
 from lightning_ft._names import deleted_name, is_local, join, normalise, parse_leftover, probe_name, split
+from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError
 from lightning_ft.events import (
     AttemptOpened,
@@ -44,6 +45,8 @@ from lightning_ft.manifest import TAIL_BYTES, Manifest, parse_tail
 
 __all__ = ["DIRECTORY_MANIFEST", "Attempt", "Storage"]
 
+# What is read of a local file at a time, into the same memory: it is hashed while it is in the processor's cache.
+HASHED_BYTES = 1 << 20
 # The marker of a checkpoint that is a directory.
 DIRECTORY_MANIFEST = "manifest.json"
 
@@ -164,9 +167,13 @@ class Storage:
         """
         state = xxhash.xxh3_128()
         left = size_bytes
+        buffer = memoryview(bytearray(min(size_bytes, HASHED_BYTES)))
         with self.open_read(path) as file:
             while left:
-                chunk = file.read(min(left, CHUNK_BYTES))
+                if isinstance(file, ThreadedFile):
+                    chunk = buffer[: file.readinto(buffer[:left])]
+                else:  # each read of a store may be a request: not many small ones; some files have no `readinto`
+                    chunk = memoryview(file.read(min(left, CHUNK_BYTES)))
                 if not chunk:
                     raise CorruptCheckpointError(path, f"ends {left} bytes before its end-of-archive record")
                 state.update(chunk)
@@ -174,9 +181,9 @@ class Storage:
         return state.hexdigest()
 
     def open_read(self, path: str) -> BinaryIO:
-        """The bytes of `path`, to be closed by the caller."""
+        """The bytes of `path`, to be closed by the caller; large `readinto` of a local file use several threads."""
         path = normalise(path)
-        return open(path, "rb") if is_local(path) else cast(BinaryIO, self._fs(path).open(path, "rb"))
+        return ThreadedFile(path) if is_local(path) else cast(BinaryIO, self._fs(path).open(path, "rb"))
 
     def size(self, path: str) -> int:
         """Size in bytes of the file `path`."""
