@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lightning_ft"
 
 LAYERS: dict[int, str] = {
     0: "errors events _names",
-    1: "manifest _attempt storage _lock",
+    1: "manifest _direct _attempt storage _lock",
     2: "discovery retention triggers rotation",
     3: "_engine _snapshot _rng _digest _dist _order _tracked dataloading state guards",
     4: "callback _callbacks plugin _session _choose _restore _loops _news _metrics _loaders _compare _recorder",

@@ -16,7 +16,7 @@ import tenacity.nap
 import torch
 from _archives import manifest
 
-from lightning_ft import _attempt, discovery, events
+from lightning_ft import _attempt, _direct, discovery, events
 from lightning_ft._engine import SaveTask, Writer
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
@@ -346,7 +346,7 @@ def test_errors_that_do_not_pass_are_not_tried_again(
     assert storage.log == ["open a.ckpt"]
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace", "close"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "close"])
 def test_a_full_disk_is_reported_as_such_whatever_notices_it(
     writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, naps: list[float], call: str
 ) -> None:
@@ -358,7 +358,8 @@ def test_a_full_disk_is_reported_as_such_whatever_notices_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, close if call == "close" else no_space)
-        # Larger than every buffer, so that a write fails within torch.save.
+        # More than all buffers hold, so that a write fails within torch.save.
+        patch.setattr(_direct, "BUFFERS", _direct.Buffers(_direct.ALIGN_BYTES, 2))
         writer.save(task(tmp_path / "a.ckpt", large=torch.zeros(3 << 20, dtype=torch.uint8)))
         writer.drain()
     failure = writer.take_failure()
