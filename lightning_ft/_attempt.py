@@ -62,7 +62,7 @@ class Attempt(ABC):
     `torch.save` made of it. The last 22 bytes are always held back, because at commit the end-of-archive
     record must be replaced by one that carries the manifest, and no store lets us go back.
 
-    Memory: `BUFFER_BYTES`; a larger memoryview is hashed and written in place, without a copy.
+    Memory: `BUFFER_BYTES`; a larger memoryview is hashed and passed on in place, without a copy here.
 
     Thread: one, any.
     """
