@@ -16,6 +16,7 @@ import xxhash
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+from lightning_ft._direct import DiskStream
 from lightning_ft._names import attempt_name, join, split
 from lightning_ft.errors import ManifestError, SaveError
 from lightning_ft.events import DataSynced, DataWritten, Renamed, emit
@@ -61,7 +62,7 @@ class Attempt(ABC):
     `torch.save` made of it. The last 22 bytes are always held back, because at commit the end-of-archive
     record must be replaced by one that carries the manifest, and no store lets us go back.
 
-    Memory: `BUFFER_BYTES`; a larger memoryview is hashed and written in place, without a copy.
+    Memory: `BUFFER_BYTES`; a larger memoryview is hashed and passed on in place, without a copy here.
 
     Thread: one, any.
     """
@@ -116,6 +117,7 @@ class Attempt(ABC):
             raise SaveError(f"{self.path}: {error}", self.path, manifest.step) from error
         with self._own_error():
             self._write_all(memoryview(ending))
+            self._complete()
         total_bytes = self._size_bytes + len(ending)
         emit(DataWritten(self.path, self.attempt, total_bytes))
         self._publish(total_bytes)
@@ -127,6 +129,9 @@ class Attempt(ABC):
 
     @abstractmethod
     def _write_all(self, view: memoryview) -> None: ...
+
+    def _complete(self) -> None:  # noqa: B027 - not abstract: an upload is complete only when it is published
+        """Every byte is in the attempt, and nothing is promised about its durability."""
 
     @abstractmethod
     def _publish(self, total_bytes: int) -> None: ...
@@ -177,21 +182,36 @@ class Attempt(ABC):
 
 
 class LocalAttempt(Attempt):
-    """A hidden file in the target directory: across file systems the rename would be a copy."""
+    """A hidden file in the target directory: across file systems the rename would be a copy.
 
-    def __init__(self, path: str) -> None:
+    Memory: the buffers of `DiskStream` besides. A write that fails may be heard of only at a later one.
+
+    Args:
+        path: The final name.
+        expected_bytes: At least so many will be written; without room for them nothing is.
+    """
+
+    def __init__(self, path: str, expected_bytes: int | None = None) -> None:
         self._dirpath, name = split(path)
         super().__init__(path, join(self._dirpath, attempt_name(name, secrets.token_hex(8))))
         self._fd: int | None = None
+        self._stream: DiskStream | None = None
         with self._own_error():
             make_dirs(self._dirpath)
             self._fd = os.open(self.attempt, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                self._stream = DiskStream(self._fd, self.attempt, expected_bytes)
+            except BaseException:
+                self.abort()
+                raise
 
     def _write_all(self, view: memoryview) -> None:
-        assert self._fd is not None, "written after commit or abort"
-        while view.nbytes:
-            # A signal, a quota or a network file system may take less than it was given.
-            view = view[os.write(self._fd, view) :]
+        assert self._stream is not None, "written after commit or abort"
+        self._stream.write(view)
+
+    def _complete(self) -> None:
+        assert self._stream is not None
+        self._stream.finish()
 
     def _publish(self, total_bytes: int) -> None:
         with self._own_error():
@@ -207,6 +227,9 @@ class LocalAttempt(Attempt):
             sync_dir(self._dirpath)  # The commit: from here on the checkpoint survives everything.
 
     def _close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()  # First: its thread may be writing to the descriptor, whose number could soon be another's.
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

@@ -332,7 +332,7 @@ class Writer:
             return replace(task.manifest, size_bytes=size_bytes, digest=digest, metrics=watch.metrics(size_bytes))
 
         # The attempt is aborted on errors, and raises the storage's own: torch replaces it by one that hides the cause.
-        with self._storage.open_attempt(task.path) as attempt:
+        with self._storage.open_attempt(task.path, expected_bytes=task.snapshot.size_bytes) as attempt:
             torch.save(checkpoint, cast(IO[bytes], attempt))
             return attempt.commit(complete)
 

@@ -70,13 +70,18 @@ class Storage:
         fs.invalidate_cache()
         return fs
 
-    def open_attempt(self, path: str) -> Attempt:
+    def open_attempt(self, path: str, expected_bytes: int | None = None) -> Attempt:
         """A checkpoint can be written; its directory exists. See `Attempt` for what is on disk.
 
         Thread: writer.
+
+        Args:
+            path: The final name.
+            expected_bytes: At least so many will be written. A local disk that has no room for them is full now, and
+                not after most of them have been written.
         """
         path = normalise(path)
-        attempt = LocalAttempt(path) if is_local(path) else ObjectAttempt(self._fs(path), path)
+        attempt = LocalAttempt(path, expected_bytes) if is_local(path) else ObjectAttempt(self._fs(path), path)
         try:
             emit(AttemptOpened(path, attempt.attempt))
         except BaseException:

@@ -77,7 +77,7 @@ def test_a_commit_is_visible_verified_and_alone(storage: Storage, dirpath: str) 
 def test_nothing_is_visible_before_the_commit(storage: Storage, dirpath: str) -> None:
     path = join(dirpath, "a.ckpt")
     with storage.open_attempt(path) as attempt:
-        attempt.write(archive(b"x" * (3 << 20)))
+        attempt.write(archive(b"x" * (20 << 20)))
         assert not storage.exists(path)
         attempt.commit(manifest)
     assert storage.exists(path)
@@ -85,7 +85,7 @@ def test_nothing_is_visible_before_the_commit(storage: Storage, dirpath: str) ->
 
 def test_an_abort_leaves_nothing_and_may_be_repeated(storage: Storage, dirpath: str) -> None:
     attempt = storage.open_attempt(join(dirpath, "a.ckpt"))
-    attempt.write(b"x" * (3 << 20))
+    attempt.write(b"x" * (20 << 20))
     attempt.abort()
     attempt.abort()
     assert storage.listdir(dirpath) == []

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _engine, events, rotation
+from lightning_ft import _attempt, _direct, _engine, events, rotation
 from lightning_ft._names import checkpoint_name, parse_leftover
 from lightning_ft._recorder import KillSwitch
 from lightning_ft.plugin import KEY, SaveOptions
@@ -28,7 +28,8 @@ from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
 
 RUN_ID = "c" * 32
-SYSCALLS = ("open", "write", "fsync", "close", "replace", "rename", "unlink")
+SYSCALLS = ("open", "write", "pwrite", "fsync", "close", "replace", "rename", "unlink")
+WRITING_THREADS = ("lightning-ft-writer", "lightning-ft-disk")
 
 
 # -- what the parent does ----------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class Saver:
     """Who asks for removals: our callback after the commit, or a `ModelCheckpoint` that calls the plugin itself."""
     kill_event: str = ""
     kill_call: int = 0
-    """Killed at this system call of the writer thread, from 1."""
+    """Killed at this system call of the threads that write, from 1."""
     how: str = "before"
     """Before that call, after it, or with half of the bytes of a write written."""
     broken: str = ""
@@ -115,6 +116,7 @@ def _save_all(saver: Saver, first_commit: Any) -> None:
     torch.set_num_threads(1)
     # Small buffers, so that a checkpoint of some kilobytes takes several writes, as a large one would.
     _attempt.BUFFER_BYTES, _attempt.CHUNK_BYTES = 2048, 4096
+    _direct.BUFFERS = _direct.Buffers(4096, 3)
     if saver.broken:
         BREAKAGES[saver.broken]()
     log_events(saver.log)
@@ -172,13 +174,13 @@ _CALLS: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in SYS
 
 
 def _kill_at_call(at: int, how: str) -> None:
-    """The process is killed at the `at`-th system call by which the writer thread changes the disk."""
+    """The process is killed at the `at`-th system call by which a thread that writes changes the disk."""
     count = 0
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            if threading.current_thread().name != "lightning-ft-writer":
+            if threading.current_thread().name not in WRITING_THREADS:
                 return original(*args, **kwargs)
             count += 1
             if count != at:
@@ -186,8 +188,8 @@ def _kill_at_call(at: int, how: str) -> None:
             try:
                 if how == "after":
                     original(*args, **kwargs)
-                elif how == "half" and name == "write":
-                    original(args[0], memoryview(args[1])[: len(args[1]) // 2])
+                elif how == "half" and name in ("write", "pwrite"):
+                    original(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
             finally:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -222,12 +224,12 @@ def _delete_first() -> None:
     """The older checkpoints go before the new one is there."""
     open_attempt = Storage.open_attempt
 
-    def rotate_and_open(self: Storage, path: str) -> Any:
+    def rotate_and_open(self: Storage, path: str, expected_bytes: int | None = None) -> Any:
         dirpath = os.path.dirname(path)
         for name in self.listdir(dirpath):
             if name.endswith(".ckpt") and not name.startswith("."):
                 self.remove(f"{dirpath}/{name}")
-        return open_attempt(self, path)
+        return open_attempt(self, path, expected_bytes)
 
     Storage.open_attempt = rotate_and_open  # type: ignore[method-assign]
 

@@ -111,7 +111,7 @@ def test_saver_killed_at(event: str, rotates: str, tmp_path: Path) -> None:
 
 
 def calls_of_a_whole_run(tmp_path: Path) -> int:
-    """How many system calls of the writer thread a run makes: one more and it ends by itself."""
+    """How many system calls of the threads that write a run makes: one more and it ends by itself."""
     low, high = 1, 400
     while low < high:
         middle = (low + high) // 2

@@ -40,7 +40,7 @@ class NoSpace(s.Net):
     def on_train_batch_end(self, *args: Any) -> None:
         if self.global_rank == 0 and self.trainer.global_step == 3:
 
-            def full(self: Any, path: str) -> Any:
+            def full(self: Any, path: str, expected_bytes: int | None = None) -> Any:
                 raise OSError(errno.ENOSPC, "No space left on device", path)
 
             storage.Storage.open_attempt = full  # type: ignore[method-assign]

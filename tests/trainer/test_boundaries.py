@@ -387,10 +387,10 @@ def test_a_last_state_whose_save_failed_is_saved_when_training_ends(
 ) -> None:
     open_attempt = Storage.open_attempt
 
-    def fails_once(self: Storage, path: str) -> Any:
+    def fails_once(self: Storage, path: str, expected_bytes: int | None = None) -> Any:
         if path.endswith("step=00000024.ckpt"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return open_attempt(self, path)
+        return open_attempt(self, path, expected_bytes)
 
     monkeypatch.setattr(Storage, "open_attempt", fails_once)
     trainer = s.trainer(str(tmp_path), plugins=[ft.FaultTolerantCheckpointIO(on_error="warn")])

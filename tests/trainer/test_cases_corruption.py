@@ -175,7 +175,7 @@ def test_e4_full_for_a_while(
     assert "No space left on device" in failed[0]
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
 def test_e4_injected(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No space in write, flush and rename, once: nothing is left of that save, and the next one succeeds."""
     original, where = getattr(os, call), tmp_path / "run"

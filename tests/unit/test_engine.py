@@ -17,7 +17,7 @@ import tenacity.nap
 import torch
 from _archives import manifest
 
-from lightning_ft import _attempt, discovery, events
+from lightning_ft import _attempt, _direct, discovery, events
 from lightning_ft._engine import SaveTask, Writer
 from lightning_ft._staging import Stager
 from lightning_ft.errors import SaveError
@@ -44,7 +44,7 @@ class ScriptedStorage(Storage):
         self.entered[str(path)] = threading.Event()
         return self.gates.setdefault(str(path), threading.Event())
 
-    def open_attempt(self, path: str) -> Attempt:
+    def open_attempt(self, path: str, expected_bytes: int | None = None) -> Attempt:
         self.log.append(f"open {os.path.basename(path)}")
         self.threads.add(threading.current_thread().name)
         if path in self.gates:
@@ -52,7 +52,7 @@ class ScriptedStorage(Storage):
             assert self.gates[path].wait(WAIT_SECS)
         if self.errors:
             raise self.errors.pop(0)
-        return super().open_attempt(path)
+        return super().open_attempt(path, expected_bytes)
 
     def remove(self, path: str) -> None:
         self.log.append(f"remove {os.path.basename(path)}")
@@ -389,7 +389,7 @@ def test_errors_that_do_not_pass_are_not_tried_again(
     assert storage.log == ["open a.ckpt"]
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace", "close"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "close"])
 def test_a_full_disk_is_reported_as_such_whatever_notices_it(
     writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, naps: list[float], call: str
 ) -> None:
@@ -401,7 +401,8 @@ def test_a_full_disk_is_reported_as_such_whatever_notices_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, close if call == "close" else no_space)
-        # Larger than every buffer, so that a write fails within torch.save.
+        # More than all buffers hold, so that a write fails within torch.save.
+        patch.setattr(_direct, "BUFFERS", _direct.Buffers(_direct.ALIGN_BYTES, 2))
         writer.save(task(tmp_path / "a.ckpt", large=torch.zeros(3 << 20, dtype=torch.uint8)))
         writer.drain()
     failure = writer.take_failure()

@@ -62,13 +62,13 @@ class FailingStorage(Storage):
         self.errors = errors
         self.returned = threading.Event()
 
-    def open_attempt(self, path: str) -> Attempt:
+    def open_attempt(self, path: str, expected_bytes: int | None = None) -> Attempt:
         if self.errors:
             if threading.current_thread() is not threading.main_thread():
                 assert self.returned.wait(WAIT_SECS)
             self.errors -= 1
             raise PermissionError("denied")
-        return super().open_attempt(path)
+        return super().open_attempt(path, expected_bytes)
 
 
 def failing(errors: int, **options: Any) -> FaultTolerantCheckpointIO:
@@ -182,9 +182,9 @@ def test_loading_waits_for_what_was_submitted(
     storage = Storage()
     opening = storage.open_attempt
 
-    def open_attempt(path: str) -> Attempt:
+    def open_attempt(path: str, expected_bytes: int | None = None) -> Attempt:
         assert gate.wait(WAIT_SECS)
-        return opening(path)
+        return opening(path, expected_bytes)
 
     draining = plugin.writer.drain
 
@@ -523,9 +523,9 @@ class GatedStorage(Storage):
         super().__init__()
         self.behind = behind
 
-    def open_attempt(self, path: str) -> Attempt:
+    def open_attempt(self, path: str, expected_bytes: int | None = None) -> Attempt:
         assert self.behind.go.acquire(timeout=WAIT_SECS)
-        return super().open_attempt(path)
+        return super().open_attempt(path, expected_bytes)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])

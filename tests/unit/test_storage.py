@@ -16,7 +16,7 @@ import xxhash
 from _archives import archive, maker, save
 from fsspec.spec import AbstractBufferedFile
 
-from lightning_ft import _attempt, events
+from lightning_ft import _attempt, _direct, events
 from lightning_ft._names import attempt_name, deleted_name, parse_leftover, probe_name
 from lightning_ft.discovery import verify
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
@@ -32,6 +32,12 @@ def seen() -> Iterator[list[events.Event]]:
     stop = events.observe(found.append)
     yield found
     stop()
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a write of some MiB has to wait for the disk, as one of some GiB does."""
+    monkeypatch.setattr(_direct, "BUFFERS", _direct.Buffers(_direct.ALIGN_BYTES, 2))
 
 
 def names(dirpath: Path) -> list[str]:
@@ -103,7 +109,7 @@ def _fail(code: int) -> Callable[..., Any]:
     return failing
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace", "close"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "close"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["no-space", "io-error"])
 def test_a_failed_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     closing = os.close
@@ -123,11 +129,12 @@ def test_a_failed_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == []
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_a_failed_save_leaves_the_file_of_that_name_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     save(str(path), b"old")
     before = path.read_bytes()
-    monkeypatch.setattr(os, "write", _fail(errno.ENOSPC))
+    monkeypatch.setattr(os, "pwrite", _fail(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         attempted(path, lambda attempt: attempt.write(b"x" * (3 << 20)))
     assert path.read_bytes() == before
@@ -169,21 +176,23 @@ def test_an_observer_that_raises_makes_the_save_fail(tmp_path: Path, event: str)
     assert names(tmp_path) == ([NAME] if event == "Renamed" else [])
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_the_storage_error_and_not_the_one_made_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(attempt: Attempt) -> None:
         with pytest.raises(OSError, match="No space"):
             attempt.write(b"x" * (3 << 20))
         raise RuntimeError("PytorchStreamWriter failed")
 
-    monkeypatch.setattr(os, "write", _fail(errno.ENOSPC))
+    monkeypatch.setattr(os, "pwrite", _fail(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         attempted(tmp_path / NAME, body)
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_after_a_failed_write_nothing_can_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = Storage().open_attempt(str(tmp_path / NAME))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", _fail(errno.ENOSPC))
+        patch.setattr(os, "pwrite", _fail(errno.ENOSPC))
         with pytest.raises(OSError, match="No space"):
             attempt.write(b"x" * (3 << 20))
     attempt.write(archive())
@@ -195,8 +204,8 @@ def test_after_a_failed_write_nothing_can_be_committed(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("at_most", [1, 7, 1000])
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_most: int) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:at_most]))
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:at_most], offset))
     save(str(tmp_path / NAME), b"y" * 3000)
     assert verify(str(tmp_path / NAME)).problem is None
 
