@@ -25,6 +25,8 @@ from tests.benchmarks.contenders import CONTENDERS
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.plan import FULL, QUICK, Plan, Shape
 
+_BEGAN = time.monotonic()
+
 
 def main() -> None:
     """Exit code 0 whatever was measured, if all of it could be measured."""
@@ -39,7 +41,6 @@ def main() -> None:
         "platform": platform.platform(),
     }
     print(", ".join(f"{name} {value}" for name, value in machine.items()), end="\n\n", flush=True)
-    began = time.monotonic()
     samples = Samples()
     # On the disk that is measured: where the results go.
     with _scratch(out) as scratch:
@@ -60,7 +61,7 @@ def main() -> None:
         written.append(str(out / "bench.png"))
     else:
         print("\nno picture: matplotlib is not installed (pip install 'lightning-ft[plot]')")
-    print(f"\n{' and '.join(written)}; {time.monotonic() - began:.0f} s")
+    print(f"\n{' and '.join(written)}; {time.monotonic() - _BEGAN:.0f} s")
 
 
 def _arguments() -> tuple[Plan, Path]:
@@ -70,6 +71,9 @@ def _arguments() -> tuple[Plan, Path]:
     parser.add_argument("--state-mib", type=float, help=f"size of the large state ({FULL.large_mib:g})")
     parser.add_argument("--small-mib", type=float, help=f"size of the state of small tensors ({FULL.small_mib:g})")
     parser.add_argument("--rounds", type=int, help=f"each contender runs once in each ({FULL.rounds})")
+    parser.add_argument(
+        "--steps", type=int, help=f"steps of a throughput window ({FULL.large_steps}, {FULL.small_steps})"
+    )
     parser.add_argument("--memory-saves", type=int, help=f"saves whose memory is measured ({FULL.memory_saves})")
     parser.add_argument("--idle-steps", type=int, help=f"steps of an idle measurement ({FULL.idle_steps})")
     parser.add_argument("--idle-pairs", type=int, help=f"idle measurements ({FULL.idle_pairs})")
@@ -80,6 +84,8 @@ def _arguments() -> tuple[Plan, Path]:
     for name, value in changes.items():
         if value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
+    if "steps" in changes:
+        changes["large_steps"] = changes["small_steps"] = changes.pop("steps")
     if "memory_saves" in changes:
         changes["other_memory_saves"] = min(plan.other_memory_saves, changes["memory_saves"])
     return replace(plan, **changes), out
@@ -145,7 +151,7 @@ def _rotated(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
 
 
 def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+    print(f"{time.monotonic() - _BEGAN:5.0f} s  {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,9 @@ class Samples:
         return value / unit if value is not None and unit else None
 
     def growth(self, name: str) -> float | None:
-        """By how much the highest of the last third is above the highest of the first third."""
+        """By how much the highest is above the first two (of which the second may find what the first left behind)."""
         values = self.of(name)
-        third = max(1, len(values) // 3)
-        return max(values[-third:]) - max(values[:third]) if values else None
+        return max(values) - max(values[:2]) if values else None
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON file: everything, and what is made of it."""

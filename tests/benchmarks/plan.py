@@ -37,16 +37,16 @@ class Plan:
     large_mib: float = 1024
     small_mib: float = 64
     rounds: int = 3
-    large_steps: int = 8
+    large_steps: int = 6
     """Steps of a throughput window; so many are needed that several saves fall into it."""
-    small_steps: int = 40
-    beats: int = 2
+    small_steps: int = 20
+    beats: int = 1
     """Saves per run and round during which the heartbeat is measured."""
     memory_saves: int = 30
-    other_memory_saves: int = 6
+    other_memory_saves: int = 4
     """Of the contenders that are no overlapped save."""
     idle_steps: int = 2000
-    idle_pairs: int = 7
+    idle_pairs: int = 5
     threads: int = 1
     """Of torch, while it trains: one core is left for what happens in the background."""
     batch_rows: int = 128
@@ -67,6 +67,4 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(
-    large_mib=192, small_mib=64, rounds=1, large_steps=6, small_steps=15, beats=1, other_memory_saves=3, idle_pairs=3
-)
+QUICK = Plan(large_mib=128, rounds=1, small_steps=8, other_memory_saves=3, idle_pairs=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 from tests.benchmarks.contenders import TITLES
@@ -32,7 +33,8 @@ def draw(path: str, samples: Samples, plan: Plan, outcomes: list[Outcome]) -> No
     _bars(axes[0, 1], samples, small, "blocked_secs", 1e3, "blocked per save, ms", {}, log=True)
     limits = {"buffered write, fsync": write, "O_DIRECT write": "large.limits.direct_secs"}
     _bars(axes[1, 0], samples, large, "durable_secs", 1e3, "until on disk, ms", limits)
-    _bars(axes[1, 1], samples, large, "throughput", 1, "steps/s while saving back to back, of not saving", {})
+    _bars(axes[1, 1], samples, large, "throughput", 1, "steps/s saving back to back, of not saving", {})
+    axes[1, 1].set_xlim(0, 1.15)
     _memory(axes[2, 0], samples, large)
     _targets(axes[2, 1], outcomes)
     figure.savefig(path, dpi=110)
@@ -68,7 +70,9 @@ def _bars(
         axis.legend(loc="lower right")
     if log:
         axis.set_xscale("log")
-    axis.set_title(f"{title} ({shape.size_bytes / MIB:.0f} MiB in {3 * shape.parameters} tensors)")
+        low, high = axis.get_xlim()
+        axis.set_xlim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
+    axis.set_title(f"{title}: {shape.size_bytes / MIB:.0f} MiB, {3 * shape.parameters} tensors")
 
 
 def _memory(axis: Any, samples: Samples, shape: Shape) -> None:

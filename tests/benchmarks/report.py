@@ -15,6 +15,7 @@ _LIMITS = {
     "write_secs": "buffered write, fsync",
     "direct_secs": "O_DIRECT write, fsync",
 }
+_OWN = ("blocked", "queue", "staging", "write", "total")
 
 
 def text(samples: Samples, plan: Plan, outcomes: list[Outcome]) -> str:
@@ -23,6 +24,7 @@ def text(samples: Samples, plan: Plan, outcomes: list[Outcome]) -> str:
         _limits(samples, plan.large),
         _training(samples, plan.large, plan.threads),
         _training(samples, plan.small, plan.threads),
+        *_own(samples, plan.large, plan.small),
         _memory(samples, plan.large),
         _idle(samples, plan),
         _restart(samples, plan.large),
@@ -65,6 +67,21 @@ def _training(samples: Samples, shape: Shape, threads: int) -> str:
         row += f" {_spread(samples, f'{prefix}.throughput', 1, 20, 3)} {_spread(samples, f'{prefix}.gap_secs', 1e3)}"
         lines.append(row.rstrip())
     return "\n".join(lines)
+
+
+def _own(samples: Samples, *shapes: Shape) -> list[str]:
+    """What our events say of the same saves; nothing if they say nothing."""
+    lines = []
+    for shape in shapes:
+        for contender in ("overlap", "blocking"):
+            prefix = f"{shape.name}.{contender}.own_"
+            spreads = [_spread(samples, f"{prefix}{name}_secs", 1e3) for name in _OWN]
+            if samples.median(f"{prefix}{_OWN[0]}_secs") is not None:
+                lines.append(f"{f'{shape.size_bytes / MIB:.0f} MiB, {contender}':34} {' '.join(spreads)}")
+    if not lines:
+        return []
+    head = ["What lightning_ft says of these saves, ms", f"{'':34} {' '.join(f'{name:>24}' for name in _OWN)}"]
+    return ["\n".join(head + lines)]
 
 
 def _memory(samples: Samples, shape: Shape) -> str:

@@ -6,15 +6,22 @@ import json
 import math
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
 
 from tests.benchmarks.contenders import CONTENDERS
 from tests.benchmarks.figures import Samples
-from tests.benchmarks.plan import FULL, QUICK, Plan
+from tests.benchmarks.model import Layers
+from tests.benchmarks.pace import Pace, Save
+from tests.benchmarks.plan import FULL, QUICK, Plan, Shape
 from tests.benchmarks.targets import TARGETS, Target, judge
+from tests.benchmarks.training import follow
 
 ROOT = Path(__file__).parents[2]
 SAVING = [name for name in CONTENDERS if name != "none"]
@@ -25,7 +32,7 @@ SAVES = 3
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run with a minute state has written, and printed."""
     out = tmp_path_factory.mktemp("bench")
-    sizes = "--state-mib 3 --small-mib 1 --rounds 1 --idle-steps 100 --idle-pairs 1"
+    sizes = "--state-mib 3 --small-mib 1 --rounds 1 --steps 3 --idle-steps 100 --idle-pairs 1"
     command = f"-m tests.benchmarks --quick {sizes} --memory-saves {SAVES} --out".split()
     run = subprocess.run([sys.executable, *command, str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -72,10 +79,83 @@ def test_what_was_not_measured_is_no_target_met() -> None:
     assert {outcome.met for outcome in judge(Samples(), Plan())} == {None}
 
 
-def test_growth_compares_the_ends_of_the_series() -> None:
+@pytest.mark.parametrize(("values", "growth"), [([1.0, 2.0, 2.0], 0.0), ([1.0, 2.0, 9.0, 3.0], 7.0), ([4.0], 0.0)])
+def test_growth_is_what_later_saves_take_beyond_the_first_two(values: list[float], growth: float) -> None:
     samples = Samples()
-    samples.add("rising", {"bytes": [1.0, 2.0, 9.0, 3.0, 5.0, 4.0]})
-    assert samples.growth("rising.bytes") == 3.0
+    samples.add("saves", {"bytes": values})
+    assert samples.growth("saves.bytes") == growth
+
+
+class ClockByHand:
+    """Stands for `perf_counter`: goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_wait_before_the_optimizer_step_is_blocked_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = ClockByHand()
+
+    class Waits(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            clock.now += 100  # a step, which is nobody's wait
+
+        def on_before_optimizer_step(self, *args: Any) -> None:
+            clock.now += 5
+
+        def on_save_checkpoint(self, *args: Any) -> None:
+            clock.now += 2
+
+    def contender(pace: Pace, dirpath: str) -> dict[str, Any]:
+        arguments = CONTENDERS["lightning"](pace, dirpath)
+        return {**arguments, "callbacks": [*arguments["callbacks"], Waits()]}
+
+    def script(pace: Pace, model: Layers) -> Iterator[None]:
+        yield
+        for _ in range(2):
+            pace.allow(1)
+            yield
+            pace.wait()
+            yield
+
+    monkeypatch.setitem(CONTENDERS, "waits", contender)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    pace = follow(script, "waits", Shape("", 0.01, 2), 1, torch.get_num_threads(), str(tmp_path))
+    assert [save.blocked_secs for save in pace.saves] == [7, 7]
+
+
+def test_the_contender_may_say_that_it_blocked_for_longer() -> None:
+    assert Save("", began=1.0, returned=2.0, metrics={"blocked_secs": 3.0}).blocked_secs == 3.0
+    assert Save("", began=1.0, returned=5.0, metrics={"blocked_secs": 3.0}).blocked_secs == 4.0
+
+
+def test_a_save_is_let_through_when_the_one_before_is_durable() -> None:
+    pace = Pace()
+    pace.removes = False
+    pace.allow(2)
+    with pace.saving("a"):
+        assert not pace.due
+    assert not pace.due
+    pace.durable()
+    assert pace.due
+    with pace.saving("b"):
+        pass
+    pace.durable()
+    assert not pace.due
+    pace.close()
+
+
+def test_a_failed_save_is_no_measurement() -> None:
+    pace = Pace()
+    pace.allow(1)
+    with pace.saving("a"):
+        pace.fail("no space left")
+    with pytest.raises(RuntimeError, match=r"a was not saved: no space left"):
+        pace.wait()
+    pace.close()
 
 
 @pytest.mark.parametrize("plan", [FULL, QUICK])

@@ -38,7 +38,7 @@ class Driver(Callback):
         self._hook_began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        if self._pace.saves and self._pace.saves[-1].began > self._step_ended:  # made just before this step
+        if self._pace.saves and self._pace.saves[-1].began >= self._step_ended:  # made just before this step
             self._pace.saves[-1].waited_secs = pl_module.callbacks_done - self._hook_began
         try:
             next(self._script)
