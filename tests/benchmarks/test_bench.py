@@ -28,20 +28,6 @@ SAVING = [name for name in CONTENDERS if name != "none"]
 SAVES = 3
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run with a minute state has written, and printed."""
-    out = tmp_path_factory.mktemp("bench")
-    sizes = "--state-mib 3 --small-mib 1 --rounds 1 --steps 3 --idle-steps 100 --idle-pairs 1"
-    command = f"-m tests.benchmarks --quick {sizes} --memory-saves {SAVES} --out".split()
-    run = subprocess.run([sys.executable, *command, str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    left = {path.name for path in out.iterdir()}
-    assert left - {"bench.png"} == {"bench.json"}
-    assert ("bench.png" in left) != ("no picture" in run.stdout)
-    return {**json.loads((out / "bench.json").read_text()), "printed": run.stdout}
-
-
 def expected() -> list[str]:
     limits = ["memcpy_1_secs", "memcpy_2_secs", "hash_secs", "read_secs", "write_secs"]
     names = [f"{shape}.limits.{limit}" for shape in ("large", "small") for limit in limits]
@@ -53,21 +39,28 @@ def expected() -> list[str]:
     return names + [f"memory.{c}.{q}_bytes" for c in SAVING for q in ("peak", "kept")]
 
 
-def test_every_figure_is_there(result: dict[str, Any]) -> None:
-    missing = [name for name in expected() if not result["samples"].get(name)]
-    assert missing == []
-    assert all(math.isfinite(value) for values in result["samples"].values() for value in values)
+def test_a_run_with_a_minute_state_measures_everything(tmp_path: Path) -> None:
+    sizes = "--state-mib 3 --small-mib 1 --rounds 1 --steps 3 --idle-steps 100 --idle-pairs 1"
+    command = f"-m tests.benchmarks --quick {sizes} --memory-saves {SAVES} --out".split()
+    run = subprocess.run(
+        [sys.executable, *command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left - {"bench.png"} == {"bench.json"}
+    assert ("bench.png" in left) != ("no picture" in run.stdout)
 
-def test_the_memory_of_every_save_is_there(result: dict[str, Any]) -> None:
-    assert {len(result["samples"][f"memory.{c}.peak_bytes"]) for c in SAVING} == {SAVES}
+    result = json.loads((tmp_path / "bench.json").read_text())
+    samples = result["samples"]
+    assert [name for name in expected() if not samples.get(name)] == []
+    assert all(math.isfinite(value) for values in samples.values() for value in values)
+    assert {len(samples[f"memory.{c}.peak_bytes"]) for c in SAVING} == {SAVES}
 
-
-def test_every_target_was_judged(result: dict[str, Any]) -> None:
     assert [t["name"] for t in result["targets"]] == [t.name for t in TARGETS]
     # A file system without O_DIRECT has no such limit.
     assert [t["name"] for t in result["targets"] if t["value"] is None and "O_DIRECT" not in t["name"]] == []
-    assert all(target.name in result["printed"] for target in TARGETS)
+    assert all(target.name in run.stdout for target in TARGETS)
 
 
 @pytest.mark.parametrize(("value", "at_least", "met"), [(0.9, False, True), (1.1, False, False), (1.1, True, True)])
