@@ -61,7 +61,7 @@ def trainer(dirpath: str, steps: int, ranks: int, *callbacks: Callback, ours: bo
     """One epoch of so many steps in which nothing is saved."""
     extra: dict[str, Any] = {"enable_checkpointing": False}
     if ours:
-        # The end of the second of one epochs: never due, and looked at after every step all the same.
+        # Due at the end of a second epoch, which the run does not have, and asked after every step all the same.
         saver = ft.FaultTolerantCheckpoint(dirpath, every_n_epochs=2, save_on_train_end=False)
         extra, callbacks = {}, (*callbacks, saver)
     if ranks > 1:

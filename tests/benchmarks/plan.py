@@ -21,7 +21,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the square weights that come closest to the size, in multiples of nothing: it is not about kernels."""
+        """Rows and columns of each parameter, for which the size comes out."""
         return max(1, round((self.mib * MIB / 4 / 3 / self.parameters) ** 0.5))
 
     @property
