@@ -39,7 +39,7 @@ class Plan:
     rounds: int = 3
     large_steps: int = 6
     """Steps of a throughput window; so many are needed that several saves fall into it."""
-    small_steps: int = 20
+    small_steps: int = 12
     beats: int = 1
     """Saves per run and round during which the heartbeat is measured."""
     memory_saves: int = 30
