@@ -67,4 +67,4 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(large_mib=128, rounds=1, small_steps=8, other_memory_saves=3, idle_pairs=2)
+QUICK = Plan(large_mib=96, rounds=1, small_steps=6, other_memory_saves=3, idle_pairs=2)
