@@ -19,7 +19,8 @@ help:
 	@echo "make test       the tests (test-slow: the long ones)"
 	@echo "make test-lowest  whole runs with the oldest supported Lightning"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      time of a save, beside Lightning's own and the limits of this machine"
+	@echo "make bench      what saves, idle steps and restarts cost, beside Lightning's own ways and the limits of this"
+	@echo "                machine: ten minutes, into runs/bench (ARGS=--quick: about one; ARGS=--help)"
 	@echo "make clean      remove caches and builds (not $(VENV))"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -33,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; \
 	  fi; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,cli,s3]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,cli,s3,plot]'
 	@touch $@
 
 demo: $(STAMP)
@@ -64,7 +65,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/bench_save.py
+	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .coverage*

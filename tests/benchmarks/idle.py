@@ -1,0 +1,134 @@
+"""What the callback adds to a step when nothing is due: one process, or two ranks with gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_ft as ft
+from tests.benchmarks.fresh import silence
+from tests.benchmarks.model import quiet
+
+CHUNK_STEPS = 100
+_WARM_STEPS = 50
+_BATCH_ROWS = 4
+_TIMEOUT_SECS = 240.0
+
+
+class Toy(L.LightningModule):
+    """So small a model that a step is nothing but overhead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Clock(Callback):
+    """Seconds per step, of every `CHUNK_STEPS` steps after the first `_WARM_STEPS`."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self.secs: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= _WARM_STEPS and (batch_idx - _WARM_STEPS) % CHUNK_STEPS == 0:
+            now = time.perf_counter()
+            if batch_idx > _WARM_STEPS:
+                self.secs.append((now - self._began) / CHUNK_STEPS)
+            self._began = now
+
+
+def trainer(dirpath: str, steps: int, ranks: int, *callbacks: Callback, ours: bool) -> L.Trainer:
+    """One epoch of so many steps in which nothing is saved."""
+    extra: dict[str, Any] = {"enable_checkpointing": False}
+    if ours:
+        # Due at the end of a second epoch, which the run does not have, and asked after every step all the same.
+        saver = ft.FaultTolerantCheckpoint(dirpath, every_n_epochs=2, save_on_train_end=False)
+        extra, callbacks = {}, (*callbacks, saver)
+    if ranks > 1:
+        extra |= {"strategy": "ddp", "devices": ranks}
+    arguments = quiet(default_root_dir=dirpath, callbacks=list(callbacks), max_epochs=1, limit_train_batches=steps)
+    return L.Trainer(**{**arguments, **extra})
+
+
+def loader(steps: int, ranks: int) -> DataLoader[Any]:
+    """Shuffled, without workers, with enough batches for every rank."""
+    rows = torch.zeros(steps * ranks * _BATCH_ROWS, 8)
+    return DataLoader(TensorDataset(rows), batch_size=_BATCH_ROWS, shuffle=True)
+
+
+def measure(dirpath: str, steps: int, pairs: int, ranks: int = 1) -> dict[str, list[float]]:
+    """Seconds per step without and with the callback, and added by it; one run of each per pair, in turns.
+
+    Of each run the median of its chunks: whatever else runs on the machine disturbs some of them, a cost of the
+    callback is in all.
+    """
+    torch.set_num_threads(1)
+    samples: dict[str, list[float]] = {"none_secs": [], "ours_secs": [], "added_secs": []}
+    steps = max(1, steps // CHUNK_STEPS) * CHUNK_STEPS
+    for pair in range(pairs + 1):
+        total = _WARM_STEPS + 1 + (steps if pair else CHUNK_STEPS)
+        secs = {}
+        for ours in (False, True) if pair % 2 else (True, False):
+            clock = Clock()
+            trainer(dirpath, total, ranks, clock, ours=ours).fit(Toy(), loader(total, ranks))
+            secs[ours] = statistics.median(clock.secs)
+        if pair:  # in the runs before that, things are imported and allocated
+            samples["none_secs"].append(secs[False])
+            samples["ours_secs"].append(secs[True])
+            samples["added_secs"].append(secs[True] - secs[False])
+    return samples
+
+
+def measure_two_ranks(dirpath: str, steps: int, pairs: int) -> dict[str, list[float]]:
+    """The same with two processes; what rank 0 measured."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = Path(dirpath, "idle.json")
+    command = [sys.executable, "-m", "tests.benchmarks.idle", dirpath, str(steps), str(pairs), str(path)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **shared, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(_TIMEOUT_SECS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise RuntimeError(f"the two ranks of the idle measurement ended with {codes}")
+    samples: dict[str, list[float]] = json.loads(path.read_text())
+    return samples
+
+
+def _rank() -> None:
+    silence()
+    dirpath, steps, pairs, path = sys.argv[1:]
+    samples = measure(dirpath, int(steps), int(pairs), ranks=2)
+    if os.environ["LOCAL_RANK"] == "0":
+        Path(path).write_text(json.dumps(samples))
+
+
+if __name__ == "__main__":
+    _rank()

@@ -1,0 +1,70 @@
+"""How much is measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MIB = 2**20
+LARGE_PARAMETERS = 40
+# With its two moments each, the optimizer makes 2,001 tensors of them.
+SMALL_PARAMETERS = 667
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A trained state: parameters of equal size and Adam's two moments of each."""
+
+    name: str
+    mib: float
+    parameters: int
+
+    @property
+    def width(self) -> int:
+        """Rows and columns of each parameter, for which the size comes out."""
+        return max(1, round((self.mib * MIB / 4 / 3 / self.parameters) ** 0.5))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its tensors, without the step counters."""
+        return 3 * 4 * self.parameters * self.width**2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and counts of one run of the benchmark."""
+
+    large_mib: float = 1024
+    small_mib: float = 64
+    rounds: int = 3
+    large_steps: int = 6
+    """Steps of a throughput window; so many are needed that several saves fall into it."""
+    small_steps: int = 12
+    beats: int = 1
+    """Saves per run and round during which the heartbeat is measured."""
+    memory_saves: int = 30
+    other_memory_saves: int = 4
+    """Of the contenders that are no overlapped save."""
+    idle_steps: int = 2000
+    idle_pairs: int = 5
+    threads: int = 1
+    """Of torch, while it trains: one core is left for what happens in the background."""
+    batch_rows: int = 128
+
+    @property
+    def large(self) -> Shape:
+        """Few large tensors."""
+        return Shape("large", self.large_mib, LARGE_PARAMETERS)
+
+    @property
+    def small(self) -> Shape:
+        """Many small tensors."""
+        return Shape("small", self.small_mib, SMALL_PARAMETERS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return asdict(self)
+
+
+FULL = Plan()
+QUICK = Plan(large_mib=96, rounds=1, small_steps=6, other_memory_saves=3, idle_pairs=2)
