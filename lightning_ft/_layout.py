@@ -1,12 +1,12 @@
-"""Where each storage of a checkpoint lies in the staging buffers, worked out once and kept while nothing moves.
+"""Where each storage of a checkpoint lies in the staging buffers, worked out once and kept while its shape stays.
 
-A layout is a value: the same tensors at the same addresses give an equal signature, and then the plan of the last
-save, with its target tensors, is used again.
+A layout is a value that knows no addresses: tensors of the same shapes, some of which share a storage in the same way,
+give an equal signature, and then the plan of an earlier save, with its target tensors, is used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ ALIGNMENT_BYTES = 64
 """Of each storage in a buffer: a cache line, and the alignment that `torch.save` gives it in the file."""
 
 Signature = list[tuple[Any, ...]]
+"""Per tensor what a plan depends on: the first tensor that has its storage, the size of that in bytes, device, dtype,
+shape, stride, offset, whether it requires gradients, and its class; empty if it has no storage of its own."""
 
 
 def has_one_storage(tensor: Tensor) -> bool:
@@ -32,19 +34,29 @@ def has_one_storage(tensor: Tensor) -> bool:
     )
 
 
-def signature(tensors: Iterable[Tensor]) -> Signature:
-    """What a plan depends on. Two lists of tensors with equal signatures can share one plan."""
-    found: Signature = []
-    for tensor in tensors:
+def signature(tensors: Sequence[Tensor]) -> tuple[Signature, list[int]]:
+    """What a plan depends on, and the address of each tensor's storage (0 if it has none).
+
+    Two lists of tensors with equal signatures can share one plan. Storages are told apart by device, address and size.
+    """
+    entries: Signature = []
+    addresses: list[int] = []
+    first: dict[tuple[Any, ...], int] = {}
+    for number, tensor in enumerate(tensors):
         if not has_one_storage(tensor):
-            found.append(())
+            entries.append(())
+            addresses.append(0)
             continue
         storage = tensor.untyped_storage()
-        found.append((
-            storage.data_ptr(), storage.nbytes(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(),
-            tensor.storage_offset(), tensor.requires_grad, type(tensor),
+        address, size_bytes, device = storage.data_ptr(), storage.nbytes(), tensor.device
+        # Every empty storage has address 0: nothing to share.
+        same = first.setdefault((address, size_bytes, device), number) if size_bytes else number
+        addresses.append(address)
+        entries.append((
+            same, size_bytes, device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(),
+            tensor.requires_grad, type(tensor),
         ))  # fmt: skip
-    return found
+    return entries, addresses
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,6 @@ class Extent:
     whole: bool
     """Whether that tensor covers the storage from its first to its last byte, in order."""
     device: torch.device
-    address: int
     size_bytes: int
     block: int
     offset_bytes: int
@@ -66,8 +77,7 @@ class Extent:
 class Layout:
     """The places of all storages.
 
-    Storages are told apart by device, address and size; tensors that share one share its place too, so that tied
-    weights stay tied, also in the size of the file.
+    Tensors that share a storage share its place too: tied weights stay tied, also in the size of the file.
     """
 
     extents: tuple[Extent, ...]
@@ -90,29 +100,26 @@ def lay_out(entries: Signature, largest_block_bytes: int | None = None) -> Layou
         largest_block_bytes: Size in bytes at which a further buffer is begun; a storage that is larger has one for
             itself. None: everything in one buffer.
     """
-    index_of: dict[tuple[Any, ...], int] = {}
-    first: list[int] = []
+    index_of: dict[int, int] = {}
+    chosen: list[int] = []
     whole: list[bool] = []
     extent_of: list[int | None] = []
     for number, entry in enumerate(entries):
         if not entry:
             extent_of.append(None)
             continue
-        address, size_bytes, device = entry[:3]
-        # Every empty storage has address 0: nothing to share.
-        key = (device, address, size_bytes) if size_bytes else (number,)
-        index = index_of.setdefault(key, len(first))
+        index = index_of.setdefault(entry[0], len(chosen))
         covers = _covers(entry)
-        if index == len(first):
-            first.append(number)
+        if index == len(chosen):
+            chosen.append(number)
             whole.append(covers)
         elif covers and not whole[index]:
-            first[index], whole[index] = number, True
+            chosen[index], whole[index] = number, True
         extent_of.append(index)
-    places, block_bytes = _places([entries[number][1] for number in first], largest_block_bytes)
+    places, block_bytes = _places([entries[number][1] for number in chosen], largest_block_bytes)
     extents = (
-        Extent(number, covers, entries[number][2], entries[number][0], entries[number][1], block, offset)
-        for number, covers, (block, offset) in zip(first, whole, places, strict=True)
+        Extent(number, covers, entries[number][2], entries[number][1], block, offset)
+        for number, covers, (block, offset) in zip(chosen, whole, places, strict=True)
     )
     return Layout(tuple(extents), tuple(extent_of), block_bytes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ft._buffers import PINNED_BLOCK_BYTES, Buffers
-from lightning_ft._layout import Extent, Signature, lay_out
+from lightning_ft._layout import Signature, lay_out
 
 # Smaller storages are copied at once: step counters and scalars, which cost less to copy than to watch.
 _LATE_BYTES = 4 << 10
@@ -79,29 +79,28 @@ class Plan:
         """For each extent its bytes in the buffers."""
         self.targets = [self._target(number) for number in range(len(entries))]
         """For each tensor its copy; an empty one if it has no storage of its own."""
-        self._late: tuple[frozenset[int], frozenset[int], range] | None = None
+        self._large = [i for i, extent in enumerate(self.layout.extents) if extent.size_bytes >= _LATE_BYTES]
+        self._late: list[int] | None = None
         self._split = Work(), Work()
-        self._at_once = self._sorted(lambda extent: False)[0]
 
-    def split(self, late: Late | None, of_optimizers: range) -> tuple[Work, Work]:
+    def split(self, late: Late | None, of_optimizers: range, addresses: Sequence[int]) -> tuple[Work, Work]:
         """What is copied at once, and what may be copied late.
 
         Args:
             late: What may be late besides optimizer state; None: nothing may, not even that.
             of_optimizers: Which tensors are optimizer state.
+            addresses: Of each tensor's storage, now.
         """
-        if late is None:
-            return self._at_once, Work()
-        key = addresses, never, _ = late.addresses, late.never, of_optimizers
-        if key != self._late:
-            self._split = self._sorted(
-                lambda extent: (
-                    extent.size_bytes >= _LATE_BYTES
-                    and (extent.address in addresses or extent.tensor in of_optimizers)
-                    and extent.address not in never
-                )
-            )
-            self._late = key
+        found = []
+        if late is not None:
+            extents = self.layout.extents
+            for index in self._large:
+                number = extents[index].tensor
+                address = addresses[number]
+                if (address in late.addresses or number in of_optimizers) and address not in late.never:
+                    found.append(index)
+        if found != self._late:
+            self._split, self._late = self._sorted(frozenset(found)), found
         return self._split
 
     def _target(self, number: int) -> Tensor:
@@ -113,12 +112,12 @@ class Plan:
         target.set_(self.places[extent].untyped_storage(), offset, shape, stride)
         return nn.Parameter(target, requires_grad) if kind is nn.Parameter else target.requires_grad_(requires_grad)
 
-    def _sorted(self, is_late: Callable[[Extent], bool]) -> tuple[Work, Work]:
+    def _sorted(self, late_extents: frozenset[int]) -> tuple[Work, Work]:
         now, late = Work(), Work()
         for index, extent in enumerate(self.layout.extents):
             if not extent.size_bytes:
                 continue
-            work = late if is_late(extent) else now
+            work = late if index in late_extents else now
             if extent.device.type != "cpu":
                 work.device.setdefault(extent.device, []).append(index)
             elif extent.whole and extent.size_bytes < _GROUPED_BYTES:

@@ -110,11 +110,12 @@ class Skeleton:
         known = self._memo.get(id(source))
         if known is not None:
             return known
-        copied: list[Any] = []
+        copied: list[Any] = source.copy()
         self._memo[id(source)] = copied
         for index, value in enumerate(source):
-            copied.append(None)
-            copied[index] = self._copied(value, copied, index)
+            kind = type(value)
+            if kind is not str and kind is not float:
+                copied[index] = self._copied(value, copied, index)
         return copied
 
     def _is_unchanging(self, value: tuple[Any, ...]) -> bool:

@@ -65,10 +65,11 @@ class Staged:
         stager: Whose it is.
         plan: Where its bytes are to be.
         skeleton: The rest of it.
+        addresses: Of the storage of each of its tensors.
         late: Whether some of its tensors are copied after `Stager.stage` has returned.
     """
 
-    def __init__(self, stager: Stager, plan: Plan, skeleton: Skeleton, late: Late | None) -> None:
+    def __init__(self, stager: Stager, plan: Plan, skeleton: Skeleton, addresses: list[int], late: Late | None) -> None:
         self.odd = skeleton.odd
         """Whether something is in it that ``weights_only=True`` may refuse."""
         self.size_bytes = plan.layout.size_bytes
@@ -80,6 +81,7 @@ class Staged:
         self._stager = stager
         self._plan = plan
         self._tensors = skeleton.tensors
+        self._addresses = addresses
         self._steps = late.optimizer_steps if late is not None else 0
         self._checkpoint: dict[str, Any] = {}
         self._watched: list[tuple[int, int]] = []
@@ -182,7 +184,7 @@ class Staged:
             if extent is None:
                 targets[number] = copied(tensor)
         self._checkpoint = skeleton.filled(targets)
-        now, later = plan.split(late, skeleton.of_optimizers)
+        now, later = plan.split(late, skeleton.of_optimizers, self._addresses)
         watched = later.extents
         self._watched = [(index, self._source(index)._version) for index in watched]
         everything = os.environ.get(CHECK_VARIABLE) == "1"
@@ -232,7 +234,9 @@ class Staged:
         return deque(
             piece
             for index in work.raw
-            for piece in pieces(places[index].data_ptr(), extents[index].address, extents[index].size_bytes)
+            for piece in pieces(
+                places[index].data_ptr(), self._addresses[extents[index].tensor], extents[index].size_bytes
+            )
         )
 
     def _copy_from_device(self, device: torch.device, indices: list[int]) -> list[Any]:
@@ -310,7 +314,8 @@ class Stager:
         self.finish()
         late = late if self.overlaps else None
         skeleton = Skeleton(checkpoint)
-        staged = Staged(self, self._plan_for(signature(skeleton.tensors)), skeleton, late)
+        entries, addresses = signature(skeleton.tensors)
+        staged = Staged(self, self._plan_for(entries), skeleton, addresses, late)
         try:
             staged._take(skeleton, late, check=not self._checked)
         except BaseException:
