@@ -24,13 +24,13 @@ shape, stride, offset, whether it requires gradients, and its class; empty if it
 def has_one_storage(tensor: Tensor) -> bool:
     """Whether the bits of `tensor` are a stretch of one storage with an address.
 
-    Sparse, quantised and subclassed tensors have no single storage to share, meta tensors no data to move.
+    Sparse, quantised, nested and subclassed tensors have no single storage to share, meta tensors no data to move.
     """
     kind = type(tensor)
     return (
         (kind is Tensor or kind is torch.nn.Parameter)
         and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     )
 
 

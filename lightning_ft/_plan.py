@@ -25,7 +25,7 @@ class Late:
     addresses: frozenset[int]
     """Of parameters that an optimizer trains."""
     never: frozenset[int]
-    """Of buffers, which a forward pass may change."""
+    """Of what a forward pass may change: buffers, and embeddings that renormalise themselves."""
     optimizer_steps: int
     """Steps taken when the copy was asked for."""
 
@@ -37,12 +37,16 @@ class Late:
         does so in the forward pass.
         """
         trained = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
-        return cls(_addresses(trained), _addresses(module.buffers()), optimizer_steps)
+        # With `max_norm`, torch renormalises the rows that a forward pass looks up, in place.
+        lookups = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        changing = [m.weight for m in lookups if m.max_norm is not None]
+        return cls(_addresses(trained), _addresses([*module.buffers(), *changing]), optimizer_steps)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
-    # Subclasses may have no storage of their own; they are never late.
-    return frozenset(t.untyped_storage().data_ptr() for t in tensors if type(t) in (Tensor, nn.Parameter))
+    # Subclasses and sparse tensors may have no storage of their own; they are never late.
+    own = (t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided)
+    return frozenset(t.untyped_storage().data_ptr() for t in own)
 
 
 @dataclass
@@ -67,18 +71,23 @@ class Plan:
         buffers: Where the copy is to be; they belong to the plan.
     """
 
+    places: list[Tensor]
+    """For each extent its bytes in the buffers."""
+    targets: list[Tensor]
+    """For each tensor its copy; an empty one if it has no storage of its own."""
+
     def __init__(self, entries: Signature, buffers: Buffers) -> None:
         self.buffers = buffers
         self.arrange(entries)
 
     def arrange(self, entries: Signature) -> None:
         """The buffers are laid out for `entries`; what was in them is lost."""
+        # Tensors hold on to the memory they lie in: with the old ones there, growing would need both at once.
+        self.places = self.targets = []
         self.entries = entries
         self.layout = lay_out(entries, PINNED_BLOCK_BYTES if self.buffers.pinned else None)
         self.places = self.buffers.tensors(self.layout)
-        """For each extent its bytes in the buffers."""
         self.targets = [self._target(number) for number in range(len(entries))]
-        """For each tensor its copy; an empty one if it has no storage of its own."""
         self._large = [i for i, extent in enumerate(self.layout.extents) if extent.size_bytes >= _LATE_BYTES]
         self._late: list[int] | None = None
         self._split = Work(), Work()

@@ -221,10 +221,17 @@ class Session:
             self._restore = None
         self._loaders.note()
 
-    def after_step(self) -> None:
-        """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
+    def after_batch(self) -> None:
+        """Hooks of other callbacks, which may change parameters, come next."""
         if self._plugin is not None:
             self._plugin.step_is_over(self._trainer.global_step)
+
+    def before_epoch_end(self) -> None:
+        """The same, for an epoch that ended with a batch that was not trained."""
+        self.after_batch()
+
+    def after_step(self) -> None:
+        """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
         progress = _loops.progress(self._trainer)
         self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch

@@ -94,6 +94,9 @@ class Skeleton:
         copied: Any = type(source)()
         self._memo[id(source)] = copied
         for name, value in source.items():
+            kind = type(name)
+            if kind is not str and (kind is bytes or (kind is int and not -_LARGEST_INT < name < _LARGEST_INT)):
+                self.odd = True
             kind = type(value)
             if kind is Tensor:
                 copied[name] = None

@@ -15,8 +15,8 @@ One save with ``staging="overlap"``, who does what, and what is true after it::
 
 Only what an optimizer step changes, and nothing else, may be copied late: parameters in its groups and its state.
 The guard is each tensor's version counter, read at the boundary and in `finish`. A write through ``.data`` does not
-move that counter: therefore the first late copies of every fit (all, with ``LIGHTNING_FT_CHECK_SNAPSHOT=1``) are
-compared by digest with what was there at the boundary.
+move that counter: therefore the first late copies of every fit (all, with ``LIGHTNING_FT_CHECK_SNAPSHOT=1``), and in
+`finish` what they were made of, are compared by digest with what was there at the boundary.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ _log = logging.getLogger(__name__)
 
 CHECK_VARIABLE = "LIGHTNING_FT_CHECK_SNAPSHOT"
 
+_THROUGH_DATA = "was changed (through `.data`, past its version counter?)"
+_TOO_EARLY = "between the step boundary and the next optimizer step"
+
 
 class SnapshotError(RuntimeError):
     """A tensor was changed while its copy was still to be taken, so the copy is not the state of any step."""
@@ -85,7 +88,8 @@ class Staged:
         self._steps = late.optimizer_steps if late is not None else 0
         self._checkpoint: dict[str, Any] = {}
         self._watched: list[tuple[int, int]] = []
-        self._digests: list[tuple[int, str]] = []
+        self._digests: list[tuple[int, str]] = []  # until `wait`
+        self._late_digests: list[tuple[int, str]] = []  # until `finish`
         self._copying: Future[None] | None = None
         self._events: list[Any] = []  # of copies that a device makes
         self._barriers: list[tuple[torch.device, Any]] = []  # of those that an optimizer step has to come after
@@ -115,12 +119,9 @@ class Staged:
             self._settle()
         self.blocked_secs += time.monotonic() - began
 
-    def step_is_over(self, optimizer_steps: int) -> None:
-        """If optimizers have stepped, and `finish` was not called before, what was copied is worth nothing."""
-        with self._lock:
-            if not self._settled and optimizer_steps != self._steps:
-                self._settled = True
-                self._reject("parameters were changed without a call of an optimizer's `step`")
+    def expects(self, optimizer_steps: int) -> bool:
+        """Whether `finish` has been called, unless no optimizer has stepped since."""
+        return self._settled or optimizer_steps == self._steps
 
     def wait(self) -> dict[str, Any]:
         """The snapshot; nothing of it will change before `release`.
@@ -139,7 +140,7 @@ class Staged:
         for index, expected in self._digests:
             if digest(self._plan.places[index]) != expected:
                 with self._lock:
-                    self._reject(f"{self._name(index)} was changed (through `.data`, past its version counter?)")
+                    self._reject(f"{self._name(index)} {_THROUGH_DATA}")
                 break
         self._digests = []
         self.check()
@@ -172,7 +173,8 @@ class Staged:
             event.synchronize()
         with self._lock:
             self._settled = True
-            self._checkpoint, self._tensors, self._watched, self._digests = {}, [], [], []
+            self._checkpoint, self._tensors = {}, []
+            self._watched, self._digests, self._late_digests = [], [], []
         self._stager.take_back(self._plan)
 
     # -- taking it: see `Stager.stage` ---------------------------------------------------------------------------
@@ -186,11 +188,17 @@ class Staged:
         self._checkpoint = skeleton.filled(targets)
         now, later = plan.split(late, skeleton.of_optimizers, self._addresses)
         watched = later.extents
+        for index in watched:
+            # An alias: with `state.data = ...` training may give up the memory that is still to be copied.
+            number = plan.layout.extents[index].tensor
+            self._tensors[number] = self._tensors[number].detach()
         self._watched = [(index, self._source(index)._version) for index in watched]
         everything = os.environ.get(CHECK_VARIABLE) == "1"
         if everything or (check and watched):
             checked = range(len(plan.places)) if everything else watched
             self._digests = [(index, digest(storage_bytes(self._source(index)))) for index in checked]
+            late_ones = set(watched)
+            self._late_digests = [(index, expected) for index, expected in self._digests if index in late_ones]
         for device, indices in later.device.items():
             self._barriers += [(device, event) for event in self._copy_from_device(device, indices)]
         for device, indices in now.device.items():
@@ -205,8 +213,12 @@ class Staged:
         queue = self._pieces(work)
         helpers = min(torch.get_num_threads(), len(queue)) - 1
         others = [self._stager.executor().submit(move, queue) for _ in range(helpers)]
-        self._copy_grouped(work.grouped)
-        move(queue)
+        try:
+            self._copy_grouped(work.grouped)
+            move(queue)
+        finally:
+            for other in others:
+                other.exception()  # waits: in no case may it write any more when the memory is given to the next
         for other in others:
             other.result()
 
@@ -258,6 +270,7 @@ class Staged:
     def _settle(self) -> None:
         if not self._settled:
             self._judge()
+            self._judge_sources()
             self._settled = True
             if not self._events:
                 self._tensors = []
@@ -268,10 +281,16 @@ class Staged:
                 self._reject(f"{self._name(index)} was changed")
                 return
 
+    def _judge_sources(self) -> None:
+        # The copies may have been quicker than the change, and are good then, which `wait` finds out. The next ones
+        # may be slower.
+        for index, expected in self._late_digests:
+            if not self._rejected and digest(storage_bytes(self._source(index))) != expected:
+                self._stager.give_up_overlap(f"{self._name(index)} {_THROUGH_DATA} {_TOO_EARLY}")
+        self._late_digests = []
+
     def _reject(self, what: str) -> None:
-        self._rejected = (
-            f"{what} between the step boundary and the next optimizer step, while a copy of it was being taken"
-        )
+        self._rejected = f"{what} {_TOO_EARLY}, while a copy of it was being taken"
         self._stager.give_up_overlap(self._rejected)
 
     def _name(self, index: int) -> str:
@@ -321,7 +340,7 @@ class Stager:
         except BaseException:
             staged.release()
             raise
-        self._checked = self._checked or late is not None
+        self._checked = self._checked or bool(staged._watched)
         self._pending = staged
         staged.blocked_secs = time.monotonic() - staged._began
         if late is None and not staged._events:
@@ -335,9 +354,18 @@ class Stager:
             self._pending = None
 
     def step_is_over(self, optimizer_steps: int) -> None:
-        """So many optimizer steps were taken, each after a call of `finish`, or the copies under way are bad."""
-        if self._pending is not None:
-            self._pending.step_is_over(optimizer_steps)
+        """Late copies end here: nobody knows what else but an optimizer may change parameters from now on.
+
+        Blocks on: late copies under way.
+
+        Args:
+            optimizer_steps: Taken so far.
+        """
+        if self._pending is not None and not self._pending.expects(optimizer_steps):
+            # A step that was left out, or one that no optimizer has made. Versions tell whether something was changed;
+            # a change past them must be found in the next one too.
+            self._checked = False
+        self.finish()
 
     def close(self) -> None:
         """No thread is left and no memory is held."""

@@ -204,7 +204,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             self._stager.finish()
 
     def step_is_over(self, optimizer_steps: int) -> None:
-        """`optimizer_steps` were taken so far: a copy that was under way and has not been finished is worthless."""
+        """A batch was trained, `optimizer_steps` were taken so far: what comes next may change anything."""
         if self._stager is not None:
             self._stager.step_is_over(optimizer_steps)
 
