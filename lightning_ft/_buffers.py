@@ -50,7 +50,7 @@ class Buffers:
             # What grows once (a list of metrics, the first optimizer state) may grow again: then with room to spare.
             spare = 1.05 if self.allocations > 1 else 1.0
             self._blocks, self._sizes = [], []  # given back first: never twice the memory
-            self._sizes = [int(size * spare) for size in needed]
+            self._sizes = [self._with_room(size, spare) for size in needed]
             self._blocks = [_allocate(size, self.pinned) for size in self._sizes]
             self.allocations += 1
         return [
@@ -60,6 +60,11 @@ class Buffers:
             else torch.empty(0, dtype=torch.uint8, device="cpu")
             for e in layout.extents
         ]
+
+    def _with_room(self, size_bytes: int, spare: float) -> int:
+        room_bytes = int(size_bytes * spare)
+        # What torch rounds up is room enough, and more than a block would be rounded up to twice as much.
+        return max(size_bytes, min(room_bytes, PINNED_BLOCK_BYTES)) if self.pinned else room_bytes
 
 
 def _allocate(size_bytes: int, pinned: bool) -> Any:

@@ -75,14 +75,17 @@ def launch(stream: Any, device: torch.device, targets: Sequence[Tensor], sources
 
     Blocks on: nothing, if `targets` are page-locked. The sources have to live until the returned event has happened.
     """
-    index, current = torch.accelerator.current_device_index(), torch.accelerator.current_stream(device)
+    before, current = torch.accelerator.current_stream(), torch.accelerator.current_stream(device)
     stream.wait_stream(current)
     torch.accelerator.set_stream(stream)
     try:
         with torch.no_grad():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
+    except BaseException:
+        stream.synchronize()  # there is no event for those that were launched, and their targets are about to be free
+        raise
     finally:
         torch.accelerator.set_stream(current)
-        torch.accelerator.set_device_index(index)
+        torch.accelerator.set_stream(before)  # and with it its device, for which torch 2.6 has another function
     return stream.record_event()

@@ -34,6 +34,7 @@ import tenacity
 import torch
 
 from lightning_ft import events
+from lightning_ft._staging import SnapshotWithdrawnError
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
@@ -291,6 +292,9 @@ class Writer:
     def _save_begun(self, task: SaveTask, watch: _Watch) -> None:
         try:
             manifest = self._retrying()(self._write, task, watch)
+        except SnapshotWithdrawnError as error:
+            events.emit(events.SaveSkipped(task.path, task.manifest.step, str(error)))
+            return
         except Exception as error:
             self._fail(self._begun, task.path, task.manifest.step, error)
             return

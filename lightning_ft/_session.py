@@ -107,6 +107,7 @@ class Session:
         self._saved_at = time.monotonic()
         self._saving: tuple[str, str] | None = None
         self._stopped_within_epoch = False
+        self._withdrawn = False
         self._stopping = False
         self._epoch_begun = False
         self._committed: deque[events.Committed] = deque()
@@ -223,8 +224,8 @@ class Session:
 
     def after_batch(self) -> None:
         """Hooks of other callbacks, which may change parameters, come next."""
-        if self._plugin is not None:
-            self._plugin.step_is_over(self._trainer.global_step)
+        if self._plugin is not None and self._plugin.step_is_over(self._trainer.global_step):
+            self._withdrawn = True
 
     def before_epoch_end(self) -> None:
         """The same, for an epoch that ended with a batch that was not trained."""
@@ -292,9 +293,11 @@ class Session:
         self._vote.cast(
             save_failed=int(writer is not None and writer.failed),
             writer_busy=int(writer is not None and writer.busy),
+            withdrawn=int(self._withdrawn),
             time_due=int(self._ranks.is_zero and time_due(self._settings.trigger, since)),
             stop=int(stop),
         )
+        self._withdrawn = False
 
     def _poll_guards(self) -> bool:
         step = _loops.progress(self._trainer).step
@@ -358,6 +361,8 @@ class Session:
         votes = self._vote.read() if self._vote.cast_open else {}
         if votes.get("save_failed"):
             self._report_failure("training goes on")
+        if votes.get("withdrawn"):  # rank 0 alone knows: it takes the copies
+            self._pending = replace(self._pending, postponed=self._pending.postponed or "repeated")
         self._tell_of_commits()
         self._stopping = self._stopping or bool(votes.get("stop"))
         facts = Facts(

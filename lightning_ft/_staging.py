@@ -61,6 +61,10 @@ class SnapshotError(RuntimeError):
     """A tensor was changed while its copy was still to be taken, so the copy is not the state of any step."""
 
 
+class SnapshotWithdrawnError(RuntimeError):
+    """Nobody can tell whether the copy is good: it is no failure, and another one is to be taken at once."""
+
+
 class Staged:
     """One snapshot: complete when `wait` has returned, in memory that is used again after `release`.
 
@@ -96,6 +100,7 @@ class Staged:
         self._lock = threading.Lock()
         self._settled = late is None
         self._rejected = ""
+        self._withdrawn = False
         self._began = time.monotonic()
 
     @property
@@ -119,9 +124,21 @@ class Staged:
             self._settle()
         self.blocked_secs += time.monotonic() - began
 
-    def expects(self, optimizer_steps: int) -> bool:
-        """Whether `finish` has been called, unless no optimizer has stepped since."""
-        return self._settled or optimizer_steps == self._steps
+    def withdraw_unless(self, optimizer_steps: int) -> bool:
+        """If so many steps were not expected, since `finish` was not called before one, the copy is not used.
+
+        Either a step was left out, or one was made that no optimizer of torch's has announced; and a change through
+        ``.data`` leaves no trace.
+
+        Returns:
+            Whether it is withdrawn.
+        """
+        with self._lock:
+            if self._settled or optimizer_steps == self._steps:
+                return False
+            self._settled = self._withdrawn = True
+        self._stager.give_up_overlap("steps are counted that no optimizer has announced")
+        return True
 
     def wait(self) -> dict[str, Any]:
         """The snapshot; nothing of it will change before `release`.
@@ -156,6 +173,7 @@ class Staged:
 
         Raises:
             SnapshotError: One has.
+            SnapshotWithdrawnError: Nobody knows.
         """
         with self._lock:
             if not self._settled:
@@ -164,6 +182,8 @@ class Staged:
                 self._tensors = []  # only until now had they to live
             if self._rejected:
                 raise SnapshotError(self._rejected)
+            if self._withdrawn:
+                raise SnapshotWithdrawnError("an optimizer step was left out, or made by other means than its `step`")
 
     def release(self) -> None:
         """The memory is free. Thread: writer, or the one that gives the snapshot up. Blocks on: copies under way."""
@@ -199,12 +219,13 @@ class Staged:
             self._digests = [(index, digest(storage_bytes(self._source(index)))) for index in checked]
             late_ones = set(watched)
             self._late_digests = [(index, expected) for index, expected in self._digests if index in late_ones]
-        for device, indices in later.device.items():
-            self._barriers += [(device, event) for event in self._copy_from_device(device, indices)]
         for device, indices in now.device.items():
             for event in self._copy_from_device(device, indices):
                 # Nothing that is launched after this changes what is still being copied.
                 torch.accelerator.current_stream(device).wait_event(event)
+        # After those: on one stream, whatever waits for a copy waits for all that were launched before it.
+        for device, indices in later.device.items():
+            self._barriers += [(device, event) for event in self._copy_from_device(device, indices)]
         if later.grouped or later.raw:
             self._copying = self._stager.executor().submit(self._copy_late, later)
         self._copy_at_once(now)
@@ -353,19 +374,20 @@ class Stager:
             self._pending.finish()
             self._pending = None
 
-    def step_is_over(self, optimizer_steps: int) -> None:
+    def step_is_over(self, optimizer_steps: int) -> bool:
         """Late copies end here: nobody knows what else but an optimizer may change parameters from now on.
 
         Blocks on: late copies under way.
 
         Args:
             optimizer_steps: Taken so far.
+
+        Returns:
+            Whether the copy under way cannot be used, and another one is to be taken.
         """
-        if self._pending is not None and not self._pending.expects(optimizer_steps):
-            # A step that was left out, or one that no optimizer has made. Versions tell whether something was changed;
-            # a change past them must be found in the next one too.
-            self._checked = False
+        withdrawn = self._pending is not None and self._pending.withdraw_unless(optimizer_steps)
         self.finish()
+        return withdrawn
 
     def close(self) -> None:
         """No thread is left and no memory is held."""

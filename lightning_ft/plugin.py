@@ -203,10 +203,13 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if self._stager is not None:
             self._stager.finish()
 
-    def step_is_over(self, optimizer_steps: int) -> None:
-        """A batch was trained, `optimizer_steps` were taken so far: what comes next may change anything."""
-        if self._stager is not None:
-            self._stager.step_is_over(optimizer_steps)
+    def step_is_over(self, optimizer_steps: int) -> bool:
+        """A batch was trained, `optimizer_steps` were taken so far: what comes next may change anything.
+
+        Returns:
+            Whether the save before this batch cannot be made and is to be repeated. Rank 0 knows, the others say no.
+        """
+        return self._stager is not None and self._stager.step_is_over(optimizer_steps)
 
     @override
     def load_checkpoint(

@@ -359,7 +359,7 @@ def test_f6_the_newest_takes_the_place_of_the_one_that_waits(tmp_path: Path, mon
     plugin = ft.FaultTolerantCheckpointIO(when_busy="newest")
 
     def pace(trainer: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == 1:
             slow.wait_until_it_stands()  # the first is being written, not waiting any more
 
     with runs.observing(slow, in_flight), runs.recorded() as seen:
