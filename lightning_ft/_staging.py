@@ -128,7 +128,7 @@ class Staged:
         """If so many steps were not expected, since `finish` was not called before one, the copy is not used.
 
         Either a step was left out, or one was made that no optimizer of torch's has announced; and a change through
-        ``.data`` leaves no trace.
+        ``.data`` leaves no trace. A change that does is a failure.
 
         Returns:
             Whether it is withdrawn.
@@ -136,9 +136,12 @@ class Staged:
         with self._lock:
             if self._settled or optimizer_steps == self._steps:
                 return False
-            self._settled = self._withdrawn = True
+            self._judge()
+            self._settled, self._withdrawn = True, not self._rejected
+        if self._copying is not None:
+            self._copying.exception()  # waits
         self._stager.give_up_overlap("steps are counted that no optimizer has announced")
-        return True
+        return self._withdrawn
 
     def wait(self) -> dict[str, Any]:
         """The snapshot; nothing of it will change before `release`.
