@@ -83,8 +83,8 @@ class _Archive:
     def add(self, name: str, data: memoryview) -> None:
         path = f"archive/{name}".encode()
         size_bytes, offset = data.nbytes, self._sent_bytes + self._gathered_bytes
-        sizes_64 = struct.pack("<2Q", size_bytes, size_bytes) if size_bytes >= _U32_MAX else b""
-        extra = _zip64(sizes_64, offset)
+        # The compressed size is 0 here as every size in the header before it: what counts follows the data.
+        extra = _zip64(size_bytes, 0, offset)
         begins = offset + _LOCAL.size + len(path) + len(extra) + _FIELD.size
         padding_bytes = -begins % self._alignment_bytes
         flags = _UTF8 | _CHECKSUM_FOLLOWS if size_bytes else _UTF8
@@ -114,8 +114,7 @@ class _Archive:
         begins = self._sent_bytes + self._gathered_bytes
         for path, offset, size_bytes, checksum in self._entries:
             shown_bytes = min(size_bytes, _U32_MAX)
-            sizes_64 = struct.pack("<2Q", size_bytes, size_bytes) if size_bytes >= _U32_MAX else b""
-            extra = _zip64(sizes_64, offset)
+            extra = _zip64(size_bytes, size_bytes, offset)
             self._send_small(
                 _CENTRAL.pack(
                     b"PK\1\2", _UTF8 | _CHECKSUM_FOLLOWS if size_bytes else _UTF8, checksum, shown_bytes, shown_bytes,
@@ -138,8 +137,10 @@ class _Archive:
     def _send(self, data: memoryview) -> int:
         """`data` is on its way; returns its checksum."""
         if data.nbytes < GATHER_BYTES:
+            # First: other threads run while it is reckoned, and the copy finds the bytes in the cache.
+            checksum = zlib.crc32(data)
             self._send_small(data)
-            return zlib.crc32(data)
+            return checksum
         self._flush()
         checksum = 0
         for start in range(0, data.nbytes, SLICE_BYTES):
@@ -164,9 +165,10 @@ class _Archive:
             self._gathered_bytes = 0
 
 
-def _zip64(sizes: bytes, offset: int) -> bytes:
+def _zip64(size_bytes: int, stored_bytes: int, offset: int) -> bytes:
     """The extra field for what does not fit into 32 bits; empty if everything does."""
-    if not sizes and offset < _U32_MAX:
+    if size_bytes < _U32_MAX and offset < _U32_MAX:
         return b""
+    sizes = struct.pack("<2Q", size_bytes, stored_bytes) if size_bytes >= _U32_MAX else b""
     values = sizes + (struct.pack("<Q", offset) if offset >= _U32_MAX else b"")
-    return struct.pack("<2H", 1, len(values)) + values
+    return _FIELD.pack(b"\1\0", len(values)) + values
