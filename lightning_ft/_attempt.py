@@ -56,10 +56,10 @@ def make_dirs(dirpath: str) -> None:
 
 
 class Attempt(ABC):
-    """A checkpoint being written: a file for `torch.save`, invisible under its final name until `commit`.
+    """A checkpoint being written: a file for `_serialise.save`, invisible under its final name until `commit`.
 
     As a context manager it aborts unless committed, and raises the storage's own error in place of what
-    `torch.save` made of it. The last 22 bytes are always held back, because at commit the end-of-archive
+    the writer of the archive made of it. The last 22 bytes are always held back, because at commit the end-of-archive
     record must be replaced by one that carries the manifest, and no store lets us go back.
 
     Memory: `BUFFER_BYTES`; a larger memoryview is hashed and passed on in place, without a copy here.

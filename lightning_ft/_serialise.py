@@ -94,7 +94,7 @@ def collect(checkpoint: Any) -> Records:
     return records
 
 
-# -- the same pickle in a third of the time, in all of which the training thread waits for the interpreter ------------
+# -- the same pickle, sooner: all the while the training thread waits for the interpreter ---------------------------
 
 # torch is asked about every object whether it is a storage, 19 times per tensor. These never are.
 _NO_STORAGE = frozenset(
