@@ -56,10 +56,10 @@ def make_dirs(dirpath: str) -> None:
 
 
 class Attempt(ABC):
-    """A checkpoint being written: a file for `torch.save`, invisible under its final name until `commit`.
+    """A checkpoint being written: a file for `_serialise.save`, invisible under its final name until `commit`.
 
     As a context manager it aborts unless committed, and raises the storage's own error in place of what
-    `torch.save` made of it. The last 22 bytes are always held back, because at commit the end-of-archive
+    the writer of the archive made of it. The last 22 bytes are always held back, because at commit the end-of-archive
     record must be replaced by one that carries the manifest, and no store lets us go back.
 
     Memory: `BUFFER_BYTES`; a larger memoryview is hashed and passed on in place, without a copy here.
@@ -73,21 +73,25 @@ class Attempt(ABC):
         self.failure: Exception | None = None
         self._hash = xxhash.xxh3_128()
         self._pending = bytearray()
-        self._held = b""
         self._size_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """All of `data` is taken; returns its length in bytes, never less."""
         view = memoryview(data).cast("B")
-        if view.nbytes >= EOCD_BYTES:
-            self._feed(memoryview(self._held))
-            self._feed(view[:-EOCD_BYTES])
-            self._held = bytes(view[-EOCD_BYTES:])
-        else:
-            both = self._held + bytes(view)
-            self._feed(memoryview(both)[:-EOCD_BYTES])
-            self._held = both[-EOCD_BYTES:]
-        return view.nbytes
+        size_bytes = view.nbytes
+        if len(self._pending) + size_bytes <= BUFFER_BYTES:
+            self._pending += view
+            return size_bytes
+        with self._own_error():
+            if size_bytes < EOCD_BYTES:
+                self._pending += view
+                self._put_pending()
+            else:
+                pending, self._pending = self._pending, bytearray(view[-EOCD_BYTES:])
+                self._put(memoryview(pending))
+                for start in range(0, size_bytes - EOCD_BYTES, CHUNK_BYTES):
+                    self._put(view[start : min(start + CHUNK_BYTES, size_bytes - EOCD_BYTES)])
+        return size_bytes
 
     def flush(self) -> None:  # noqa: B027 - not abstract: no attempt has anything to do here
         """Nothing changed: `torch.save` calls it once at its end, and durability comes with `commit`."""
@@ -108,11 +112,11 @@ class Attempt(ABC):
             OSError: A write failed, now or earlier. Stores raise their client's own classes besides.
         """
         with self._own_error():
-            self._drain()
+            self._put_pending()
         manifest = make_manifest(self._size_bytes, self._hash.hexdigest())
         assert (manifest.size_bytes, manifest.digest) == (self._size_bytes, self._hash.hexdigest())
         try:
-            ending = seal(self._held, manifest)
+            ending = seal(bytes(self._pending), manifest)
         except ManifestError as error:
             raise SaveError(f"{self.path}: {error}", self.path, manifest.step) from error
         with self._own_error():
@@ -136,18 +140,10 @@ class Attempt(ABC):
     @abstractmethod
     def _publish(self, total_bytes: int) -> None: ...
 
-    def _feed(self, view: memoryview) -> None:
-        if len(self._pending) + view.nbytes <= BUFFER_BYTES:
-            self._pending += view
-            return
-        with self._own_error():
-            self._drain()
-            for start in range(0, view.nbytes, CHUNK_BYTES):
-                self._put(view[start : start + CHUNK_BYTES])
-
-    def _drain(self) -> None:
-        pending, self._pending = self._pending, bytearray()
-        self._put(memoryview(pending))
+    def _put_pending(self) -> None:
+        """Of what was gathered, only the last 22 bytes are held back."""
+        pending, self._pending = self._pending, self._pending[-EOCD_BYTES:]
+        self._put(memoryview(pending)[:-EOCD_BYTES])
 
     def _put(self, view: memoryview) -> None:
         self._hash.update(view)

@@ -28,12 +28,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, Protocol, cast
+from typing import Any, Protocol
 
 import tenacity
-import torch
 
-from lightning_ft import events
+from lightning_ft import _serialise, events
 from lightning_ft._staging import SnapshotWithdrawnError
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
@@ -335,9 +334,9 @@ class Writer:
             task.snapshot.check()
             return replace(task.manifest, size_bytes=size_bytes, digest=digest, metrics=watch.metrics(size_bytes))
 
-        # The attempt is aborted on errors, and raises the storage's own: torch replaces it by one that hides the cause.
+        # The attempt is aborted on errors, and raises the storage's own.
         with self._storage.open_attempt(task.path, expected_bytes=task.snapshot.size_bytes) as attempt:
-            torch.save(checkpoint, cast(IO[bytes], attempt))
+            _serialise.save(checkpoint, attempt)
             return attempt.commit(complete)
 
     def _retrying(self) -> tenacity.Retrying:

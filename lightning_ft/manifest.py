@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint says about itself, and how it is sealed into the end of the file.
 
 The file format is the contract (see FORMAT.md), the classes are not. A single-file checkpoint is an ordinary
-zip archive written by `torch.save`; its archive comment is the manifest as JSON. `digest` covers every byte
+zip archive as `torch.save` writes it; its archive comment is the manifest as JSON. `digest` covers every byte
 before the end-of-archive record, the seal covers that record and the comment, so no bit is uncovered.
 """
 

@@ -1,0 +1,150 @@
+"""From a checkpoint to the bytes of a file that `torch.load` reads: torch pickles, `_archive` writes.
+
+The one place that knows how `torch.save` works inside. `torch.serialization._save` is private; it has had this shape
+from torch 2.1 on, and where it has another one the plain `torch.save` does the work.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import ctypes
+import inspect
+import logging
+import pickle
+import types
+from collections.abc import Callable
+from typing import IO, Any, cast
+
+import torch
+
+from lightning_ft._archive import Sink, write_archive
+
+_log = logging.getLogger(__name__)
+
+_PARAMETERS = ["obj", "zip_file", "pickle_module", "pickle_protocol", "_disable_byteorder_record"]
+_READ_ONLY = 0x100  # PyBUF_READ
+_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
+
+class UnfamiliarTorchError(Exception):
+    """`torch.save` works in another way than this module knows; caught here."""
+
+
+def save(checkpoint: Any, sink: Sink) -> None:
+    """`sink` was given the bytes of a file of `checkpoint`, the same as `torch.save` gives but for one identifier.
+
+    Tensors are not copied, and must not change meanwhile.
+
+    Raises:
+        Exception: What cannot be pickled, as `torch.save` raises it; nothing was written then. What `sink` raises.
+    """
+    try:
+        records = collect(checkpoint)
+    except UnfamiliarTorchError as unfamiliar:
+        _log.warning("saving is slower than it could be with torch %s: %s", torch.__version__, unfamiliar)
+        torch.save(checkpoint, cast(IO[bytes], sink))
+        return
+    # Before torch 2.7 it could not be chosen.
+    alignment_bytes = getattr(torch.serialization, "_get_storage_alignment", lambda: 64)()
+    write_archive(sink, ((name, data) for name, data, _ in records.found), alignment_bytes)
+
+
+class Records:
+    """Takes the place of torch's zip writer: keeps what it is given, each with the object whose memory it is."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, memoryview, object]] = []
+
+    def write_record(self, name: str, data: Any, size_bytes: int) -> None:
+        if isinstance(data, torch.UntypedStorage):
+            if data.device.type != "cpu":
+                raise UnfamiliarTorchError(f"record {name} is on the device {data.device}")
+            view = _memory_view(data.data_ptr(), size_bytes, _READ_ONLY) if size_bytes else memoryview(b"")
+            held_bytes = data.nbytes()
+        elif isinstance(data, (bytes, str)):
+            view = memoryview(data.encode() if isinstance(data, str) else data)
+            held_bytes = view.nbytes
+        else:
+            raise UnfamiliarTorchError(f"record {name} is a {type(data).__name__}")
+        if held_bytes != size_bytes:
+            raise UnfamiliarTorchError(f"record {name} has {held_bytes} bytes, and {size_bytes} are to be written")
+        self.found.append((name, view, data))
+
+    def write_record_metadata(self, name: str, size_bytes: int) -> None:
+        raise UnfamiliarTorchError(f"record {name} is to be left out (torch.serialization.skip_data)")
+
+
+def collect(checkpoint: Any) -> Records:
+    """What `torch.save` would write for `checkpoint`, without a copy of a tensor's memory.
+
+    Raises:
+        UnfamiliarTorchError: This torch saves in a way that is not known here.
+    """
+    save_records = getattr(torch.serialization, "_save", None)
+    if save_records is None:
+        raise UnfamiliarTorchError("it has no torch.serialization._save")
+    found = list(inspect.signature(save_records).parameters)
+    if found != _PARAMETERS:
+        raise UnfamiliarTorchError(f"torch.serialization._save takes {found}")
+    records = Records()
+    save_records(checkpoint, records, _PickleModule, torch.serialization.DEFAULT_PROTOCOL, False)
+    return records
+
+
+# -- the same pickle, sooner: all the while the training thread waits for the interpreter ---------------------------
+
+# torch is asked about every object whether it is a storage, 19 times per tensor. These never are.
+_NO_STORAGE = frozenset(
+    {str, int, float, bool, type(None), tuple, list, dict, collections.OrderedDict, torch.Tensor, torch.Size}
+    | {torch.dtype, types.FunctionType, types.BuiltinFunctionType, type, type(torch.FloatStorage)}
+)
+# What torch pickles in the oldest of its ways; newer ones (float8, uint16) have another.
+_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: Any, protocol: int, storage_id: Callable[[Any], Any]) -> None:
+        super().__init__(buffer, protocol)
+        self._storage_id = storage_id
+        self.dispatch_table = {torch.Tensor: _reduce, **copyreg.dispatch_table}
+
+    def persistent_id(self, value: Any) -> Any:
+        return None if type(value) in _NO_STORAGE else self._storage_id(value)
+
+
+class _PickleModule:
+    """For torch, which derives a class from `Pickler` and gives it the method `persistent_id`."""
+
+    __name__ = "pickle"
+
+    class Pickler:
+        def __init__(self, buffer: Any, protocol: int) -> None:
+            self._buffer = buffer
+            self._protocol = protocol
+
+        def dump(self, value: Any) -> None:
+            _Pickler(self._buffer, self._protocol, self.persistent_id).dump(value)  # type: ignore[attr-defined]
+
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    """What `Tensor.__reduce_ex__` returns, found sooner for the plainest of tensors."""
+    if (
+        tensor.dtype not in _DTYPES
+        or tensor.layout is not torch.strided
+        or not tensor.is_cpu
+        or tensor.requires_grad
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.__dict__
+    ):
+        return tensor.__reduce_ex__(torch.serialization.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
+    storage = tensor._typed_storage()  # type: ignore[no-untyped-call]
+    place = storage, tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
+    return torch._utils._rebuild_tensor_v2, (*place, False, collections.OrderedDict())
