@@ -461,7 +461,7 @@ def test_looking_at_checkpoints_imports_no_framework() -> None:
     lower = ("errors", "events", "manifest", "storage", "_lock", "discovery", "retention", "rotation", "triggers")
     found = imported(", ".join(f"lightning_ft.{name}" for name in lower))
     assert "xxhash" in found
-    assert not found & {"torch", "lightning", "pytorch_lightning", "numpy", "torchmetrics"}
+    assert not found & {"torch", "lightning", "pytorch_lightning", "torchmetrics"}
     assert {"torch", "lightning"} <= imported("lightning_ft.plugin")
 
 
