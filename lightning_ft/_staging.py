@@ -26,6 +26,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -181,7 +182,7 @@ class Staged:
         with self._lock:
             if not self._settled:
                 self._judge()
-            elif not any(not event.query() for event in self._events):
+            elif all(event.query() for event in self._events):
                 self._tensors = []  # only until now had they to live
             if self._rejected:
                 raise SnapshotError(self._rejected)
@@ -230,17 +231,20 @@ class Staged:
         for device, indices in later.device.items():
             self._barriers += [(device, event) for event in self._copy_from_device(device, indices)]
         if later.grouped or later.raw:
-            self._copying = self._stager.executor().submit(self._copy_late, later)
+            self._copying = self._stager.submit(self._copy_late, later)
         self._copy_at_once(now)
 
     def _copy_at_once(self, work: Work) -> None:
         queue = self._pieces(work)
         helpers = min(torch.get_num_threads(), len(queue)) - 1
-        others = [self._stager.executor().submit(move, queue) for _ in range(helpers)]
+        others = []
         try:
+            for _ in range(helpers):
+                others.append(self._stager.submit(move, queue))
             self._copy_grouped(work.grouped)
             move(queue)
         finally:
+            queue.clear()  # of an interrupted copy: the others end with the piece they have
             for other in others:
                 other.exception()  # waits: in no case may it write any more when the memory is given to the next
         for other in others:
@@ -395,9 +399,7 @@ class Stager:
     def close(self) -> None:
         """No thread is left and no memory is held."""
         self.finish()
-        if self._threads is not None:
-            self._threads.shutdown()
-        self._threads = None
+        self._end_threads()
         self._free.clear()
         self._streams.clear()
 
@@ -410,6 +412,24 @@ class Stager:
     def take_back(self, plan: Plan) -> None:
         """`plan` is free for the next snapshot. Thread: any."""
         self._free.append(plan)
+
+    def submit(self, copy: Callable[..., None], *arguments: Any) -> Future[None]:
+        """`copy` runs in another thread; where no thread can be started, it has run in this one."""
+        try:
+            return self.executor().submit(copy, *arguments)
+        except RuntimeError as error:  # a limit of processes; or the interpreter ends, and may want to save
+            _log.debug("copied without a further thread: %s", error)
+        # It may be queued all the same. With the threads it is over, or never begins: later the memory is another's.
+        self._end_threads()
+        copy(*arguments)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _end_threads(self) -> None:
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
 
     def executor(self) -> ThreadPoolExecutor:
         """Threads that copy."""

@@ -544,6 +544,37 @@ def test_no_thread_copies_any_more_once_staging_has_failed(
     staged.release()
 
 
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_no_thread_can_be_started_the_main_thread_copies(
+    started: int, stager: Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor has queued by then what it refuses, and would copy it later, into memory of another snapshot."""
+    monkeypatch.setattr(_copies, "PIECE_BYTES", 100_000)
+    training = Training()
+    start, threads = threading.Thread.start, []
+
+    def start_(thread: threading.Thread) -> None:
+        if len(threads) == started:
+            raise RuntimeError("can't start new thread")
+        threads.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_)
+        staged = stager.stage({**training.checkpoint(), "more": large()}, training.late())
+        assert stager._threads is None
+        assert len(threads) == started
+        assert not any(thread.is_alive() for thread in threads)
+    training.step(3)
+    training.forward(3)
+    again = stager.stage(training.checkpoint(), training.late())
+    stager.finish()
+    assert values(again.wait()) == all_of(3)
+    again.release()
+    staged.release()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_thousands_of_small_tensors_are_copied_by_a_few_calls(
     late: bool, stager: Stager, monkeypatch: pytest.MonkeyPatch
