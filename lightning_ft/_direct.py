@@ -33,7 +33,7 @@ FALLOC_FL_KEEP_SIZE = 1
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class Buffers:
+class DiskBuffers:
     """The memory through which saves go to the disk: at most `count` buffers outlive a save, for the next one.
 
     Aligned to, and if possible made of, huge pages: a disk takes a limited number of pieces per request, and a piece
@@ -69,7 +69,7 @@ class Buffers:
 
 # Of 8 MiB the disk is as fast as of 32 MiB. One is filled and one written; the others even out which of the two is
 # ahead, and let the disk go on while a thread waits for the interpreter.
-BUFFERS = Buffers(8 << 20, 4)
+BUFFERS = DiskBuffers(8 << 20, 4)
 
 
 class DiskStream:

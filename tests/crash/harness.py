@@ -116,7 +116,7 @@ def _save_all(saver: Saver, first_commit: Any) -> None:
     torch.set_num_threads(1)
     # Small buffers, so that a checkpoint of some kilobytes takes several writes, as a large one would.
     _attempt.BUFFER_BYTES, _attempt.CHUNK_BYTES = 2048, 4096
-    _direct.BUFFERS = _direct.Buffers(4096, 3)
+    _direct.BUFFERS = _direct.DiskBuffers(4096, 3)
     if saver.broken:
         BREAKAGES[saver.broken]()
     log_events(saver.log)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ft import _attempt, _direct
-from lightning_ft._direct import ALIGN_BYTES, Buffers, DiskStream
+from lightning_ft._direct import ALIGN_BYTES, DiskBuffers, DiskStream
 from lightning_ft.discovery import verify
 from lightning_ft.storage import Storage
 
@@ -30,8 +30,8 @@ Calls = list[tuple[int, int, bool]]
 
 
 @pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
-    buffers = Buffers(SMALL_BYTES, 3)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> DiskBuffers:
+    buffers = DiskBuffers(SMALL_BYTES, 3)
     monkeypatch.setattr(_direct, "BUFFERS", buffers)
     monkeypatch.setattr(_attempt, "BUFFER_BYTES", 1000)
     return buffers
@@ -305,7 +305,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
-def test_buffers_serve_one_save_after_the_other(tmp_path: Path, small_buffers: Buffers) -> None:
+def test_buffers_serve_one_save_after_the_other(tmp_path: Path, small_buffers: DiskBuffers) -> None:
     for number in range(5):
         with Storage().open_attempt(str(tmp_path / f"step={number:08d}.ckpt")) as attempt:
             attempt.write(archive(os.urandom(20 * SMALL_BYTES)))
@@ -314,14 +314,14 @@ def test_buffers_serve_one_save_after_the_other(tmp_path: Path, small_buffers: B
     assert small_buffers.allocated == small_buffers.count
 
 
-def test_a_small_checkpoint_takes_one_buffer(tmp_path: Path, small_buffers: Buffers) -> None:
+def test_a_small_checkpoint_takes_one_buffer(tmp_path: Path, small_buffers: DiskBuffers) -> None:
     with Storage().open_attempt(str(tmp_path / NAME)) as attempt:
         attempt.write(archive())
         attempt.commit(maker())
     assert small_buffers.allocated == 1
 
 
-def test_two_streams_at_once_have_buffers_of_their_own(tmp_path: Path, small_buffers: Buffers) -> None:
+def test_two_streams_at_once_have_buffers_of_their_own(tmp_path: Path, small_buffers: DiskBuffers) -> None:
     both = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "ab"]
     streams = [DiskStream(fd, "file") for fd in both]
     data = [os.urandom(9 * SMALL_BYTES + 3) for _ in both]

@@ -402,7 +402,7 @@ def test_a_full_disk_is_reported_as_such_whatever_notices_it(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, close if call == "close" else no_space)
         # More than all buffers hold, so that a write fails within torch.save.
-        patch.setattr(_direct, "BUFFERS", _direct.Buffers(_direct.ALIGN_BYTES, 2))
+        patch.setattr(_direct, "BUFFERS", _direct.DiskBuffers(_direct.ALIGN_BYTES, 2))
         writer.save(task(tmp_path / "a.ckpt", large=torch.zeros(3 << 20, dtype=torch.uint8)))
         writer.drain()
     failure = writer.take_failure()

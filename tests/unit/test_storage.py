@@ -37,7 +37,7 @@ def seen() -> Iterator[list[events.Event]]:
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a write of some MiB has to wait for the disk, as one of some GiB does."""
-    monkeypatch.setattr(_direct, "BUFFERS", _direct.Buffers(_direct.ALIGN_BYTES, 2))
+    monkeypatch.setattr(_direct, "BUFFERS", _direct.DiskBuffers(_direct.ALIGN_BYTES, 2))
 
 
 def names(dirpath: Path) -> list[str]:
