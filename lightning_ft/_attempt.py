@@ -24,7 +24,7 @@ from lightning_ft.manifest import EOCD_BYTES, Manifest, seal
 
 logger = logging.getLogger(__name__)
 
-# Small writes (zip headers, scalars) are gathered to this size: each system call releases and takes the GIL.
+# Small writes are gathered to this size, where the archive has not done so: a write to a store may be a request.
 BUFFER_BYTES = 1 << 20
 # Upper limit of one hash or system call: a failure, or a thread waiting for the GIL, is not kept for long.
 CHUNK_BYTES = 16 << 20
@@ -94,7 +94,7 @@ class Attempt(ABC):
         return size_bytes
 
     def flush(self) -> None:  # noqa: B027 - not abstract: no attempt has anything to do here
-        """Nothing changed: `torch.save` calls it once at its end, and durability comes with `commit`."""
+        """Nothing changed: `torch.save` calls it, where it writes the archive; durability comes with `commit`."""
 
     def commit(self, make_manifest: Callable[[int, str], Manifest]) -> Manifest:
         """The checkpoint is whole and durable under its final name, or this raises.

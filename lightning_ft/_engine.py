@@ -8,7 +8,9 @@ One save, who runs each step and what is on disk after it::
     wait for late copies     writer   nothing
     open attempt             writer   a hidden, empty attempt beside the target
     serialise, hash, write   writer   the attempt grows
+    check the copy           writer   the attempt has all but the manifest
     commit                   writer   the checkpoint, complete, synced and under its final name
+    release the snapshot     writer   the same
     held-back removals       writer   what callers asked to remove before this save is gone
     on_commit (rotation)     writer   what the retention policy gives up is gone
 

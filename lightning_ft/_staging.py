@@ -83,7 +83,7 @@ class Staged:
         self.size_bytes = plan.layout.size_bytes
         """Bytes of all storages; the file is a little larger."""
         self.blocked_secs = 0.0
-        """How long the main thread was held up, so far."""
+        """How long the main thread was held up, so far; the caller may have counted more."""
         self.staging_secs = 0.0
         """From the beginning until the last byte was copied."""
         self._stager = stager
