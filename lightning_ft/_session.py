@@ -19,7 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_ft import _callbacks, _loops, _names, _rng, events, rotation
+from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events, rotation
 from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._lock import DirectoryLock
@@ -27,9 +27,8 @@ from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
-from lightning_ft._weights_only import not_weights_only
 from lightning_ft.discovery import list_checkpoints, next_start
-from lightning_ft.errors import ConfigurationError, SaveError
+from lightning_ft.errors import SaveError
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import GIVE_UP_AFTER, KEY, FaultTolerantCheckpointIO, SaveOptions
 from lightning_ft.retention import Retention
@@ -246,41 +245,22 @@ class Session:
     # -- hooks of the callback -----------------------------------------------------------------------------------
 
     def train_starts(self) -> None:
-        """Training begins: the clock of `train_time_interval` starts, and what may surprise is said."""
-        self._saved_at = time.monotonic()
-        if self._start > 1 and self._restore is None and not self._continues and self._ranks.is_zero:
-            _log.warning(
-                'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" '
-                "will no longer choose them once this run has saved",
-                self._dirpath,
-            )
-        if _loops.takes_iterator(self._trainer) and self._ranks.is_zero:
-            _log.warning(
-                "training_step takes batches from `dataloader_iter`: a restart continues after the last one taken, so "
-                "it is exact only if each step trains what it takes"
-            )
-        self._check_hyper_parameters()
-        trigger = self._settings.trigger
-        every = trigger.every_n_train_steps
-        if every is None or trigger != Trigger(every_n_train_steps=every) or not self._ranks.is_zero:
-            return
-        total = _loops.planned_steps(self._trainer)
-        if total is not None and every > total:
-            _log.warning(
-                "every_n_train_steps=%d, but the run has %d steps: it is saved %s, and a crash before loses all of it",
-                every, total, "only when training ends" if self._settings.save_on_train_end else "never",
-            )  # fmt: skip
+        """Training begins: the clock of `train_time_interval` starts, and what may surprise is said.
 
-    def _check_hyper_parameters(self) -> None:
-        # They are in every checkpoint: what could not be loaded is better found now than at the first save.
-        owners = [self._trainer.lightning_module, _loops.datamodule(self._trainer)]
-        problems = [p for o in owners if o is not None for p in not_weights_only(dict(o.hparams), "hparams")]
-        if problems and self._settings.strict:
-            raise ConfigurationError(
-                f"{'; '.join(problems)}: a checkpoint with it cannot be loaded with weights_only=True, Lightning's "
-                "default. Save plain values, allow the type with torch.serialization.add_safe_globals, or use "
-                "FaultTolerantCheckpoint(strict=False)"
-            )
+        Raises:
+            ConfigurationError: No save of this run could be loaded as `strict` asks for.
+        """
+        self._saved_at = time.monotonic()
+        if self._settings.strict:
+            _surprises.check_hyper_parameters(self._trainer)
+        if not self._ranks.is_zero:
+            return
+        if self._start > 1 and self._restore is None and not self._continues:
+            _surprises.warn_of_other_run(self._dirpath)
+        _surprises.warn_of_iterator(self._trainer)
+        _surprises.warn_of_rare_saves(
+            self._trainer, self._settings.trigger, save_on_train_end=self._settings.save_on_train_end
+        )
 
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""

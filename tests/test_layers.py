@@ -18,7 +18,8 @@ LAYERS: dict[int, str] = {
     2: "discovery retention triggers rotation",
     3: "_engine _serialise _staging _plan _layout _buffers _copies _skeleton _weights_only _optimizer_steps "
     "_rng _digest _dist _order _tracked dataloading state guards",
-    4: "callback _callbacks plugin _session _choose _restore _loops _news _metrics _loaders _compare _recorder",
+    4: "callback _callbacks plugin _session _surprises _choose _restore _loops _news _metrics _loaders _compare "
+    "_recorder",
     5: "testing cli drill report",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

@@ -1,0 +1,61 @@
+"""What about a run may surprise its user, said before its first step: sooner than when it costs something."""
+
+from __future__ import annotations
+
+import logging
+
+import lightning.pytorch as pl
+
+from lightning_ft import _loops
+from lightning_ft._weights_only import not_weights_only
+from lightning_ft.errors import ConfigurationError
+from lightning_ft.triggers import Trigger
+
+_log = logging.getLogger(__name__)
+
+
+def check_hyper_parameters(trainer: pl.Trainer) -> None:
+    """The hyperparameters, which are in every checkpoint, can be loaded with ``weights_only=True``. Ranks: all.
+
+    Raises:
+        ConfigurationError: They cannot.
+    """
+    owners = [trainer.lightning_module, _loops.datamodule(trainer)]
+    problems = [p for o in owners if o is not None for p in not_weights_only(dict(o.hparams), "hparams")]
+    if problems:
+        raise ConfigurationError(
+            f"{'; '.join(problems)}: a checkpoint with it cannot be loaded with weights_only=True, Lightning's "
+            "default. Save plain values, allow the type with torch.serialization.add_safe_globals, or use "
+            "FaultTolerantCheckpoint(strict=False)"
+        )
+
+
+def warn_of_other_run(dirpath: str) -> None:
+    """The user knows that `dirpath` has checkpoints of a run that this one does not continue. Ranks: zero."""
+    _log.warning(
+        'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" '
+        "will no longer choose them once this run has saved",
+        dirpath,
+    )
+
+
+def warn_of_iterator(trainer: pl.Trainer) -> None:
+    """The user knows what a `training_step` has to do that takes batches by itself, if there is one. Ranks: zero."""
+    if _loops.takes_iterator(trainer):
+        _log.warning(
+            "training_step takes batches from `dataloader_iter`: a restart continues after the last one taken, so "
+            "it is exact only if each step trains what it takes"
+        )
+
+
+def warn_of_rare_saves(trainer: pl.Trainer, trigger: Trigger, *, save_on_train_end: bool) -> None:
+    """The user knows if `trigger` will not be due in the whole run. Ranks: zero."""
+    every = trigger.every_n_train_steps
+    if every is None or trigger != Trigger(every_n_train_steps=every):
+        return
+    total = _loops.planned_steps(trainer)
+    if total is not None and every > total:
+        _log.warning(
+            "every_n_train_steps=%d, but the run has %d steps: it is saved %s, and a crash before loses all of it",
+            every, total, "only when training ends" if save_on_train_end else "never",
+        )  # fmt: skip
