@@ -112,7 +112,7 @@ class Vote:
     and acts at the same step. Nothing waits unless a rank is late.
     """
 
-    TOPICS = ("save_failed", "withdrawn", "time_due", "writer_busy", "stop")
+    TOPICS = ("save_failed", "repeat", "time_due", "writer_busy", "stop")
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import tenacity
 
 from lightning_ft import _serialise, events
-from lightning_ft._staging import SnapshotWithdrawnError
+from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
@@ -295,6 +295,10 @@ class Writer:
             manifest = self._retrying()(self._write, task, watch)
         except SnapshotWithdrawnError as error:
             events.emit(events.SaveSkipped(task.path, task.manifest.step, str(error)))
+            return
+        except SnapshotError as error:
+            # Said by the stager, and the save is made again: nothing is lost for which the run would have to end.
+            events.emit(events.SaveFailed(task.path, task.manifest.step, str(error)))
             return
         except Exception as error:
             self._fail(self._begun, task.path, task.manifest.step, error)

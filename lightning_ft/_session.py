@@ -106,7 +106,6 @@ class Session:
         self._saved_at = time.monotonic()
         self._saving: tuple[str, str] | None = None
         self._stopped_within_epoch = False
-        self._withdrawn = False
         self._stopping = False
         self._epoch_begun = False
         self._committed: deque[events.Committed] = deque()
@@ -223,8 +222,8 @@ class Session:
 
     def after_batch(self) -> None:
         """Hooks of other callbacks, which may change parameters, come next."""
-        if self._plugin is not None and self._plugin.step_is_over(self._trainer.global_step):
-            self._withdrawn = True
+        if self._plugin is not None:
+            self._plugin.step_is_over(self._trainer.global_step)
 
     def before_epoch_end(self) -> None:
         """The same, for an epoch that ended with a batch that was not trained."""
@@ -273,11 +272,14 @@ class Session:
         self._vote.cast(
             save_failed=int(writer is not None and writer.failed),
             writer_busy=int(writer is not None and writer.busy),
-            withdrawn=int(self._withdrawn),
+            repeat=int(self._must_repeat()),
             time_due=int(self._ranks.is_zero and time_due(self._settings.trigger, since)),
             stop=int(stop),
         )
-        self._withdrawn = False
+
+    def _must_repeat(self) -> bool:
+        """Ranks: zero knows, the others say no."""
+        return self._plugin is not None and self._plugin.take_repeat()
 
     def _poll_guards(self) -> bool:
         step = _loops.progress(self._trainer).step
@@ -299,7 +301,8 @@ class Session:
         """
         self._settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
-        if self._settings.save_on_train_end and not self._stopped_within_epoch:
+        last = self._ranks.decide(self._must_repeat) or self._settings.save_on_train_end
+        if last and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
             self._settle("training ends without it")
         self._tell_of_commits()
@@ -341,7 +344,7 @@ class Session:
         votes = self._vote.read() if self._vote.cast_open else {}
         if votes.get("save_failed"):
             self._report_failure("training goes on")
-        if votes.get("withdrawn"):  # rank 0 alone knows: it takes the copies
+        if votes.get("repeat"):
             self._pending = replace(self._pending, postponed=self._pending.postponed or "repeated")
         self._tell_of_commits()
         self._stopping = self._stopping or bool(votes.get("stop"))

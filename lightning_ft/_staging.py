@@ -125,24 +125,21 @@ class Staged:
             self._settle()
         self.blocked_secs += time.monotonic() - began
 
-    def withdraw_unless(self, optimizer_steps: int) -> bool:
+    def withdraw_unless(self, optimizer_steps: int) -> None:
         """If so many steps were not expected, since `finish` was not called before one, the copy is not used.
 
         Either a step was left out, or one was made that no optimizer of torch's has announced; and a change through
         ``.data`` leaves no trace. A change that does is a failure.
-
-        Returns:
-            Whether it is withdrawn.
         """
         with self._lock:
             if self._settled or optimizer_steps == self._steps:
-                return False
+                return
             self._judge()
             self._settled, self._withdrawn = True, not self._rejected
         if self._copying is not None:
             self._copying.exception()  # waits
-        self._stager.give_up_overlap("steps are counted that no optimizer has announced")
-        return self._withdrawn
+        if self._withdrawn:
+            self._stager.repeat("steps are counted that no optimizer has announced")
 
     def wait(self) -> dict[str, Any]:
         """The snapshot; nothing of it will change before `release`.
@@ -319,7 +316,7 @@ class Staged:
 
     def _reject(self, what: str) -> None:
         self._rejected = f"{what} {_TOO_EARLY}, while a copy of it was being taken"
-        self._stager.give_up_overlap(self._rejected)
+        self._stager.repeat(self._rejected)
 
     def _name(self, index: int) -> str:
         target = self._plan.targets[self._plan.layout.extents[index].tensor]
@@ -338,6 +335,8 @@ class Stager:
     def __init__(self, overlap: bool) -> None:
         self.overlaps = overlap
         """Whether late copies are made: not any more once one of them went wrong."""
+        self.to_be_repeated = False
+        """Whether a save is due because the snapshot of the last one could not be used."""
         self.plans = 0
         """How many snapshots had to be in memory at once, so far."""
         self._free: list[Plan] = []
@@ -381,20 +380,17 @@ class Stager:
             self._pending.finish()
             self._pending = None
 
-    def step_is_over(self, optimizer_steps: int) -> bool:
+    def step_is_over(self, optimizer_steps: int) -> None:
         """Late copies end here: nobody knows what else but an optimizer may change parameters from now on.
 
         Blocks on: late copies under way.
 
         Args:
             optimizer_steps: Taken so far.
-
-        Returns:
-            Whether the copy under way cannot be used, and another one is to be taken.
         """
-        withdrawn = self._pending is not None and self._pending.withdraw_unless(optimizer_steps)
+        if self._pending is not None:
+            self._pending.withdraw_unless(optimizer_steps)
         self.finish()
-        return withdrawn
 
     def close(self) -> None:
         """No thread is left and no memory is held."""
@@ -408,6 +404,11 @@ class Stager:
         if self.overlaps:
             self.overlaps = False
             _log.warning('%s; from now on saves copy at once, as with staging="blocking"', reason)
+
+    def repeat(self, reason: str) -> None:
+        """The last snapshot is not used, and another one, copied at once, is to be taken. Thread: any."""
+        self.to_be_repeated = True
+        self.give_up_overlap(f"{reason}; the save is repeated")
 
     def take_back(self, plan: Plan) -> None:
         """`plan` is free for the next snapshot. Thread: any."""

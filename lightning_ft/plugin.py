@@ -69,7 +69,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             while the next forward and backward pass runs, and the next optimizer step waits for the copy; everything
             else, and any save that is not made by `FaultTolerantCheckpoint` between two batches of an epoch, is copied
             before `save_checkpoint` returns. A parameter that is changed in between, by anything but an optimizer,
-            makes that save fail, by name, and from then on copies are made at once. ``"blocking"``: all is copied
+            makes that save fail, by name; it is made again, and from then on copies are made at once. ``"blocking"``: all is copied
             before `save_checkpoint` returns, by as many threads as torch uses (`torch.get_num_threads`).
         when_busy: What a due save does while another one is being written: ``"wait"``: it is copied and waits behind
             that one, and a third would stop training until there is room; ``"newest"``: the same, but it takes the
@@ -203,13 +203,20 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if self._stager is not None:
             self._stager.finish()
 
-    def step_is_over(self, optimizer_steps: int) -> bool:
-        """A batch was trained, `optimizer_steps` were taken so far: what comes next may change anything.
+    def step_is_over(self, optimizer_steps: int) -> None:
+        """A batch was trained, `optimizer_steps` were taken so far: what comes next may change anything."""
+        if self._stager is not None:
+            self._stager.step_is_over(optimizer_steps)
 
-        Returns:
-            Whether the save before this batch cannot be made and is to be repeated. Rank 0 knows, the others say no.
+    def take_repeat(self) -> bool:
+        """Whether a save has to be made again, since parameters were changed while they were copied; asked once.
+
+        Ranks: zero, which takes the copies.
         """
-        return self._stager is not None and self._stager.step_is_over(optimizer_steps)
+        if self._stager is None or not self._stager.to_be_repeated:
+            return False
+        self._stager.to_be_repeated = False
+        return True
 
     @override
     def load_checkpoint(

@@ -354,7 +354,8 @@ def a_step_that_nobody_announced_withdraws_the_copy(on: Device) -> None:
         staged = stager.stage(training.checkpoint(), training.late())
         for parameter in training.model.parameters():
             parameter.data.add_(1)
-        assert stager.step_is_over(training.steps + 1)
+        stager.step_is_over(training.steps + 1)
+        assert stager.to_be_repeated
         with pytest.raises(SnapshotWithdrawnError):
             staged.wait()
         staged.release()

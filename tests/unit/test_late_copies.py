@@ -234,7 +234,7 @@ def test_a_change_before_finish_is_found_and_named(
         assert values(staged.wait()) == all_of(value)
         staged.release()
     assert [r.message for r in caplog.records] == [
-        f'{caught.value}; from now on saves copy at once, as with staging="blocking"'
+        f'{caught.value}; the save is repeated; from now on saves copy at once, as with staging="blocking"'
     ]
 
 
@@ -244,7 +244,8 @@ def test_once_finished_a_snapshot_stays_good(stager: Stager, last_moment: LastMo
     stager.finish()
     training.step(1)
     stager.finish()
-    assert not stager.step_is_over(1)
+    stager.step_is_over(1)
+    assert not stager.to_be_repeated
     staged.check()
     assert values(staged.wait()) == all_of(0)
     staged.check()
@@ -342,7 +343,8 @@ def test_a_step_of_which_nobody_was_told_withdraws_the_copy(
     elif change == "data":
         _data_changed(training)
     known_to_be_bad = change == "in place"  # that leaves a trace, and a change through `.data` does not
-    assert stager.step_is_over(4) is not known_to_be_bad
+    stager.step_is_over(4)
+    assert stager.to_be_repeated
     assert staged.settled
     with pytest.raises(SnapshotError if known_to_be_bad else SnapshotWithdrawnError):
         staged.wait()
@@ -354,7 +356,8 @@ def test_late_copies_end_with_the_batch_even_without_a_step(stager: Stager, last
     """Gradients are accumulated: callbacks may change the weights now, for a validation."""
     training = Training()
     staged = stager.stage(training.checkpoint(), training.late(3))
-    assert not stager.step_is_over(3)
+    stager.step_is_over(3)
+    assert not stager.to_be_repeated
     training.step(9)
     assert values(staged.wait()) == all_of(0)
     staged.release()
