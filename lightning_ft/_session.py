@@ -151,8 +151,14 @@ class Session:
 
         Blocks on: the write in flight.
         """
+        try:
+            if self._plugin is not None:
+                self._plugin.drain()
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
         if self._plugin is not None:
-            self._plugin.drain()
             self._plugin.reports_failures = True
         for undo in reversed(self._undo):
             undo()

@@ -66,7 +66,7 @@ class ThreadedFile(io.BufferedReader):
 
         try:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="lightning_ft-read")
+                self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="lightning-ft-read")
             others = [self._pool.submit(work) for _ in range(self._threads - 1)]
             work()
             for other in others:

@@ -275,9 +275,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     def drain(self) -> None:
         """Everything submitted is durable, or recorded as failed. Thread: main. Blocks on: the writer."""
-        self.before_optimizer_step()
-        if self._writer is not None:
-            self._writer.drain()
+        try:
+            self.before_optimizer_step()
+        finally:
+            if self._writer is not None:
+                self._writer.drain()
 
     def wait_for(self, path: str | os.PathLike[str]) -> None:
         """No save to `path` is queued or being written. Thread: main. Blocks on: the writer, if one is."""
@@ -292,9 +294,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             SaveError: A save failed and nobody has reported it yet (unless another error is on its way already).
         """
         self._between_fits = True
-        self.before_optimizer_step()
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            self.before_optimizer_step()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
         self._close_stager()
         if self._writer is None:
             return

@@ -85,7 +85,8 @@ class Pending:
 
     last: LastSave = field(default_factory=LastSave)
     postponed: str | None = None
-    """The reason of a save that became due within a gradient accumulation."""
+    """The reason of a save that is due and was not to be made yet: within a gradient accumulation, while another one
+    was being written, or in place of one whose copy was withdrawn."""
 
 
 def time_due(trigger: Trigger, secs: float) -> bool:

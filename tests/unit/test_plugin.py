@@ -14,8 +14,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_ft import discovery, events
+from lightning_ft import FaultTolerantCheckpoint, discovery, events
+from lightning_ft._lock import DirectoryLock
+from lightning_ft._staging import Stager
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.plugin import FaultTolerantCheckpointIO, SaveOptions
@@ -557,3 +560,51 @@ def test_a_model_checkpoint_alone_never_has_less_than_it_should(tmp_path: Path, 
     assert sorted(os.listdir(tmp_path)) == [f"e{n}.ckpt" for n in range(5 - top_k, 5)]
     assert all(good(p) for p in tmp_path.iterdir())
     assert checkpoint.best_model_path == str(tmp_path / "e4.ckpt")
+
+
+@pytest.mark.parametrize("end", ["drain", "teardown"])
+def test_a_device_that_broke_does_not_cost_the_saves_before(
+    end: str, plugin: FaultTolerantCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("device-side assert")
+
+    path = tmp_path / "a.ckpt"
+    plugin.save_checkpoint(state(), path)
+    writer = plugin.writer
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "finish", fail)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            getattr(plugin, end)()
+    assert writer.saves == (1, 1)
+    assert good(path)
+
+
+def test_a_fit_that_a_broken_device_ends_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later question to the device fails, too, also where the fit is given up."""
+    hooks = _global_optimizer_pre_hooks
+    plugin = FaultTolerantCheckpointIO()
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("device-side assert")
+
+    class Breaks(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            if args[-1] == 2:
+                assert hooks
+                monkeypatch.setattr(Stager, "finish", broken)
+
+    callback = FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1)
+    trainer = L.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[plugin], callbacks=[callback, Breaks()], default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        trainer.fit(BoringModel())
+    assert not hooks
+    monkeypatch.undo()
+    plugin.teardown()  # Lightning does not come to that
+    lock = DirectoryLock(str(tmp_path))
+    lock.acquire()
+    lock.release()
+    assert len([info for info in discovery.list_checkpoints(str(tmp_path)) if info.problem is None]) == 2

@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> str:
 
 
 def readers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_ft-read")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-ft-read")]
 
 
 def replace_preadv(monkeypatch: pytest.MonkeyPatch, make: Callable[[Preadv], Preadv]) -> None:
