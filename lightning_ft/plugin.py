@@ -69,8 +69,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             while the next forward and backward pass runs, and the next optimizer step waits for the copy; everything
             else, and any save that is not made by `FaultTolerantCheckpoint` between two batches of an epoch, is copied
             before `save_checkpoint` returns. A parameter that is changed in between, by anything but an optimizer,
-            makes that save fail, by name; it is made again, and from then on copies are made at once. ``"blocking"``: all is copied
-            before `save_checkpoint` returns, by as many threads as torch uses (`torch.get_num_threads`).
+            makes that save fail, by name; it is made again, and from then on copies are made at once.
+            ``"blocking"``: all is copied before `save_checkpoint` returns, by as many threads as torch uses
+            (`torch.get_num_threads`).
         when_busy: What a due save does while another one is being written: ``"wait"``: it is copied and waits behind
             that one, and a third would stop training until there is room; ``"newest"``: the same, but it takes the
             place of one that waits; ``"skip"``: it is made after the first step that finds the writer idle, so there is
