@@ -555,16 +555,22 @@ def test_where_no_thread_can_be_started_the_main_thread_copies(
     """An executor has queued by then what it refuses, and would copy it later, into memory of another snapshot."""
     monkeypatch.setattr(_copies, "PIECE_BYTES", 100_000)
     training = Training()
-    start, threads = threading.Thread.start, []
+    start, copy_late, threads, refused = threading.Thread.start, Staged._copy_late, [], threading.Event()
 
     def start_(thread: threading.Thread) -> None:
         if len(threads) == started:
+            refused.set()
             raise RuntimeError("can't start new thread")
         threads.append(thread)
         start(thread)
 
+    def copy_late_(*args: Any) -> None:
+        assert refused.wait(WAIT_SECS)  # an idle thread would be given the next job
+        copy_late(*args)
+
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_)
+        patch.setattr(Staged, "_copy_late", copy_late_)
         staged = stager.stage({**training.checkpoint(), "more": large()}, training.late())
         assert stager._threads is None
         assert len(threads) == started
