@@ -6,7 +6,6 @@ was used before.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from typing import Any
 
@@ -70,8 +69,6 @@ class Buffers:
 def _allocate(size_bytes: int, pinned: bool) -> Any:
     if pinned:
         return torch.empty(max(1, size_bytes), dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
-    block = mmap.mmap(-1, max(1, size_bytes))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: 4 KiB pages, and more page faults once
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return block
+    # Shared (the default of `mmap`): in private memory every page would be copied once more at the first save after
+    # each fork, and workers of loaders are forked all the time.
+    return mmap.mmap(-1, max(1, size_bytes))

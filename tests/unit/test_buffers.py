@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import mmap
-
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_ft import _buffers
 from lightning_ft._buffers import Buffers
 from lightning_ft._layout import Layout, lay_out, signature
 
@@ -70,15 +67,3 @@ def test_the_memory_of_a_tensor_outlives_the_buffers() -> None:
     (tensor,) = Buffers(pinned=False).tensors(layout(1 << 20))
     tensor.fill_(5)
     assert int(tensor.sum()) == 5 << 20
-
-
-def test_without_huge_pages_there_are_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(mmap.mmap):
-        def madvise(self, *args: int) -> None:
-            raise OSError("no huge pages")
-
-    monkeypatch.setattr(_buffers.mmap, "mmap", Refusing)
-    (tensor,) = Buffers(pinned=False).tensors(layout(100))
-    assert tensor.fill_(1).sum() == 100
-    monkeypatch.delattr(_buffers.mmap, "MADV_HUGEPAGE", raising=False)
-    Buffers(pinned=False).tensors(layout(100))
