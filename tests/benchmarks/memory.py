@@ -27,14 +27,14 @@ def measure(dirpath: str, contender: str, shape: Shape, threads: int, saves: int
         _reset_peak()
         for _ in range(_WARM_STEPS):
             yield
-        base_bytes, resting_bytes = _peak_bytes(), _status()["RssAnon"]
+        base_bytes, resting_bytes = _peak_bytes(), _own_bytes(_status())
         for _ in range(saves):
             _reset_peak()
             pace.allow(1)
             yield
             pace.wait()
             peaks.append(float(_peak_bytes() - base_bytes))
-            kept.append(float(_status()["RssAnon"] - resting_bytes))
+            kept.append(float(_own_bytes(_status()) - resting_bytes))
 
     follow(script, contender, shape, 1, threads, dirpath)
     return {"peak_bytes": peaks, "kept_bytes": kept}
@@ -52,9 +52,14 @@ def _reset_peak() -> None:
 
 
 def _peak_bytes() -> int:
-    """Of anonymous memory: the kernel keeps the peak of everything, and mapped files are subtracted as they are now."""
+    """Of all but mapped files: the kernel keeps the peak of everything, and those are subtracted as they are now."""
     status = _status()
-    return status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+    return status["VmHWM"] - status["RssFile"]
+
+
+def _own_bytes(status: dict[str, int]) -> int:
+    """Private memory and shared: staging memory is mapped as shared."""
+    return status["RssAnon"] + status["RssShmem"]
 
 
 def _status() -> dict[str, int]:
