@@ -128,6 +128,9 @@ def _rank() -> None:
     samples = measure(dirpath, int(steps), int(pairs), ranks=2)
     if os.environ["LOCAL_RANK"] == "0":
         Path(path).write_text(json.dumps(samples))
+    # Lightning leaves the group to the end of the interpreter, where gloo's threads may bring the process down.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
