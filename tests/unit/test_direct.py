@@ -302,6 +302,16 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
     assert calls == []
 
 
+def test_a_disk_without_room_is_not_filled_to_find_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fallocate` takes what there is before it fails, and every other process would be out of space meanwhile."""
+    asked: list[str] = []
+    monkeypatch.setattr(_direct.ctypes, "c_int64", lambda value: asked.append(str(value)) or value)
+    room = os.statvfs(tmp_path)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        Storage().open_attempt(str(tmp_path / NAME), expected_bytes=room.f_bavail * room.f_frsize + 2**30)
+    assert asked == []
+
+
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
