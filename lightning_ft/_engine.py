@@ -304,7 +304,7 @@ class Writer:
             self._fail(self._begun, task.path, task.manifest.step, error)
             return
         finally:
-            task.snapshot.release()  # now, and not after a rotation, which may be slow
+            self._release(task)  # now, and not after a rotation, which may be slow
         with self._condition:
             if self._begun > self._failed_after:  # else a save asked for after this one has failed already
                 self._last_save_failed = False
@@ -314,6 +314,12 @@ class Writer:
         except Exception as error:  # the checkpoint is good, and the run hears that its rotation is not
             what = f"checkpoint {task.path} (step {manifest.step}) was saved, and what follows a save failed"
             self._keep(task.path, manifest.step, what, error)
+
+    def _release(self, task: SaveTask) -> None:
+        try:
+            task.snapshot.release()
+        except Exception as error:  # of a device that is broken: the checkpoint may be good all the same
+            self._keep(task.path, task.manifest.step, f"the copy written to {task.path} could not be given up", error)
 
     def _after_commit(self, task: SaveTask, manifest: Manifest, metrics: dict[str, float | int]) -> None:
         committed = events.Committed(

@@ -216,6 +216,25 @@ def test_a_newer_save_takes_the_place_of_a_replaceable_one(
     ]
 
 
+def test_a_copy_that_cannot_be_given_up_does_not_undo_the_commit(
+    writer: Writer, tmp_path: Path, seen: list[events.Event]
+) -> None:
+    """The checkpoint is announced, what follows a commit happens, and the run hears of the error."""
+    followed: list[Manifest] = []
+    save = task(tmp_path / "a.ckpt", followed.append)
+
+    def broken() -> None:
+        raise RuntimeError("the device is lost")
+
+    save.snapshot.release = broken  # type: ignore[method-assign]
+    writer.save(save)
+    writer.drain()
+    assert good(tmp_path / "a.ckpt")
+    assert [type(e) for e in seen].count(events.Committed) == len(followed) == 1
+    assert "the device is lost" in str(writer.take_failure())
+    assert writer.failures_in_a_row == 0
+
+
 def test_a_save_that_must_be_made_keeps_its_place(writer: Writer, storage: ScriptedStorage, tmp_path: Path) -> None:
     gate = storage.hold(tmp_path / "a.ckpt")
     writer.save(task(tmp_path / "a.ckpt"))
