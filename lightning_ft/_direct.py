@@ -251,9 +251,10 @@ def _reserve(fd: int, path: str, size_bytes: int) -> bool:
     if not hasattr(libc, "fallocate"):
         return False
     room = os.fstatvfs(fd)
+    free_blocks = room.f_bfree if os.geteuid() == 0 else room.f_bavail  # root may use what is set aside
     # Asked for too much, a file system takes all there is before it refuses, and others find the disk full meanwhile.
     # Some that know no limit say that they have no blocks at all.
-    if room.f_blocks and room.f_bavail * room.f_frsize < size_bytes:
+    if room.f_blocks and free_blocks * room.f_frsize < size_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
     place, length = ctypes.c_int64(0), ctypes.c_int64(size_bytes)
     if libc.fallocate(fd, FALLOC_FL_KEEP_SIZE, place, length) == 0:

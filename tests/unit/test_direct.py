@@ -308,7 +308,7 @@ def test_a_disk_without_room_is_not_filled_to_find_out(tmp_path: Path, monkeypat
     monkeypatch.setattr(_direct.ctypes, "c_int64", lambda value: asked.append(str(value)) or value)
     room = os.statvfs(tmp_path)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        Storage().open_attempt(str(tmp_path / NAME), expected_bytes=room.f_bavail * room.f_frsize + 2**30)
+        Storage().open_attempt(str(tmp_path / NAME), expected_bytes=room.f_bfree * room.f_frsize + 2**30)
     assert asked == []
 
 
