@@ -24,8 +24,8 @@ from lightning_ft.manifest import EOCD_BYTES, Manifest, seal
 
 logger = logging.getLogger(__name__)
 
-# Small writes are gathered to this size, where the archive has not done so: a write to a store may be a request.
-BUFFER_BYTES = 1 << 20
+# Smaller writes are gathered to this size. Far below that of `_archive`, whose pieces would be copied once more here.
+BUFFER_BYTES = 64 << 10
 # Upper limit of one hash or system call: a failure, or a thread waiting for the GIL, is not kept for long.
 CHUNK_BYTES = 16 << 20
 
