@@ -13,7 +13,8 @@ def before_steps(call: Callable[[], None]) -> Callable[[], None]:
     """`call` runs before each optimizer step of this process, until the returned function is called.
 
     With a closure (Lightning's automatic optimization, LBFGS) the forward and backward pass are inside the step: then
-    `call` runs after each evaluation of the closure, the first moment at which the optimizer may change something.
+    `call` runs after each evaluation of the closure, which is when optimizers change something. One that does so
+    before (sharpness-aware minimisation moves the parameters first) is not waited for.
 
     Thread: `call` runs in the thread that steps.
     """

@@ -1,7 +1,7 @@
 """From a checkpoint to the bytes of a file that `torch.load` reads: torch pickles, `_archive` writes.
 
-The one place that knows how `torch.save` works inside. `torch.serialization._save` is private; it has had this shape
-from torch 2.1 on, and where it has another one the plain `torch.save` does the work.
+The one place that knows how `torch.save` works inside. `torch.serialization._save` is private: where it has another
+shape than that of torch 2.13, the plain `torch.save` does the work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def save(checkpoint: Any, sink: Sink) -> None:
         _log.warning("saving is slower than it could be with torch %s: %s", torch.__version__, unfamiliar)
         torch.save(checkpoint, cast(IO[bytes], sink))
         return
-    # Before torch 2.7 it could not be chosen.
+    # Where torch has no such setting, it is not to be chosen.
     alignment_bytes = getattr(torch.serialization, "_get_storage_alignment", lambda: 64)()
     write_archive(sink, ((name, data) for name, data, _ in records.found), alignment_bytes)
 
