@@ -311,28 +311,26 @@ def tensors_of_every_kind(on: Device) -> None:
 
 def a_parameter_that_the_forward_pass_changes_is_named(on: Device) -> None:
     training = Training(on.device)
-    with a_stager(on, training) as stager:
-        staged = stager.stage(training.checkpoint(), training.late())
-        with torch.no_grad():
-            training.head.weight.add_(1)
-        stager.finish()
-        with pytest.raises(SnapshotError, match=r"state_dict\['head.weight'\] was changed"):
-            staged.wait()
-        staged.release()
-        assert not stager.overlaps
-        _copies_are_made_at_once(on, stager, training)
+    with a_stager(on, training) as stager, torch.no_grad():
+        _a_change_is_found(on, stager, training, training.head.weight, r"state_dict\['head.weight'\] was changed")
 
 
 def a_change_past_the_version_counter_is_found_in_the_first_save(on: Device) -> None:
     training = Training(on.device)
+    expected = r"state_dict\['head.weight'\] was changed \(through `.data`"
     with a_stager(on) as stager:
-        staged = stager.stage(training.checkpoint(), training.late())
-        training.head.weight.data.add_(1)
-        stager.finish()
-        with pytest.raises(SnapshotError, match=r"state_dict\['head.weight'\] was changed \(through `.data`"):
-            staged.wait()
-        staged.release()
-        assert not stager.overlaps
+        _a_change_is_found(on, stager, training, training.head.weight.data, expected)
+
+
+def _a_change_is_found(on: Device, stager: Stager, training: Training, changed: Tensor, expected: str) -> None:
+    staged = stager.stage(training.checkpoint(), training.late())
+    changed.add_(1)
+    stager.finish()
+    with pytest.raises(SnapshotError, match=expected):
+        staged.wait()
+    staged.release()
+    assert not stager.overlaps
+    with torch.enable_grad():
         _copies_are_made_at_once(on, stager, training)
 
 

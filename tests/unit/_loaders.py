@@ -279,3 +279,12 @@ def limited(loader: Any, count: int | None) -> Iterator[Any]:
 
 
 PLACES = ("start", "first", "middle", "last", "at-the-end", "epoch-over", "second-pass", "second-epoch-over")
+
+
+def position_after(loader: Any, batches: int, *, epoch_over: bool = False) -> dict[str, Any]:
+    """Where a tracked twin of `loader` stands after so many batches."""
+    twin, tracker = tracked(loader)
+    for _ in limited(twin, batches):
+        pass
+    position: dict[str, Any] = through_a_file(tracker.position(epoch_over=epoch_over))
+    return position

@@ -30,6 +30,7 @@ from _loaders import (
     disturb_global_state,
     limited,
     plain,
+    position_after,
     through_a_file,
     tracked,
 )
@@ -188,21 +189,13 @@ def _resumed_at(loader: Any, position: dict[str, Any]) -> Any:
     return twin
 
 
-def _position(loader: Any, batches: int, *, epoch_over: bool = False) -> dict[str, Any]:
-    twin, tracker = tracked(loader)
-    for _ in limited(twin, batches):
-        pass
-    position: dict[str, Any] = through_a_file(tracker.position(epoch_over=epoch_over))
-    return position
-
-
 @pytest.mark.parametrize("name", [n for n in INDEXED if not n.endswith("state")])
 def test_no_sample_is_made_for_a_batch_that_was_trained(name: str) -> None:
     whole = INDEXED[name]()
     for _ in tracked(whole)[0]:
         pass
     first = INDEXED[name]()
-    position = _position(first, 2)
+    position = position_after(first, 2)
     rest = INDEXED[name]()
     for _ in _resumed_at(rest, position):
         pass
@@ -213,7 +206,7 @@ def test_near_the_end_of_a_million_samples_only_the_rest_is_made() -> None:
     def loader() -> Any:
         return DataLoader(Items(1_000_000), batch_size=1000, shuffle=True)
 
-    position = _position(DataLoader(Items(3000), batch_size=1000, shuffle=True), 2)
+    position = position_after(DataLoader(Items(3000), batch_size=1000, shuffle=True), 2)
     position["delivered"] = 998
     resumed = loader()
     batches = list(_resumed_at(resumed, position))
@@ -276,14 +269,14 @@ def test_something_iterable_keeps_its_own_attributes() -> None:
 @pytest.mark.parametrize("owner", [LazyStateful, EagerStateful])
 @pytest.mark.parametrize("batches", [1, 5])
 def test_a_state_within_a_pass_is_loaded_exactly_once(owner: type[LazyStateful], batches: int) -> None:
-    position = _position(owner(), batches)
+    position = position_after(owner(), batches)
     again = owner()
     list(_resumed_at(again, position))
     assert again.loads == 1
 
 
 def test_the_state_of_a_stream_is_loaded_exactly_once_and_no_item_is_made_again() -> None:
-    position = _position(DataLoader(StatefulStream(), batch_size=3), 2)
+    position = position_after(DataLoader(StatefulStream(), batch_size=3), 2)
     again = DataLoader(StatefulStream(), batch_size=3)
     list(_resumed_at(again, position))
     assert again.dataset.loads == 1
@@ -292,7 +285,7 @@ def test_the_state_of_a_stream_is_loaded_exactly_once_and_no_item_is_made_again(
 
 def test_nothing_is_fetched_before_the_first_batch_is_asked_for() -> None:
     loader = DataLoader(Items(), batch_size=3)
-    twin = _resumed_at(loader, _position(DataLoader(Items(), batch_size=3), 1))
+    twin = _resumed_at(loader, position_after(DataLoader(Items(), batch_size=3), 1))
     iterator = iter(twin)
     assert loader.dataset.asked == []
     next(iterator)
@@ -402,7 +395,7 @@ def test_without_seeds_the_order_is_still_exact() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fewer_batches_than_were_trained_are_refused(workers: int) -> None:
-    position = _position(DataLoader(Items(), batch_size=3), 3)
+    position = position_after(DataLoader(Items(), batch_size=3), 3)
     twin = _resumed_at(DataLoader(Items(5), batch_size=3, num_workers=workers), position)
     with pytest.raises(RestoreError, match=r"BatchSampler yielded 2 batches, and 3 of this epoch had been trained"):
         next(iter(twin))
@@ -412,7 +405,7 @@ def test_fewer_batches_than_were_trained_are_refused(workers: int) -> None:
 @pytest.mark.parametrize("present", ["shuffle", "stateful-object-lazy", "stateful-stream", "stream"])
 def test_a_position_is_for_loaders_of_its_kind(saved: str, present: str) -> None:
     _, tracker = tracked(ALL[present]())
-    position = _position(ALL[saved](), 1)
+    position = position_after(ALL[saved](), 1)
     if saved == present:
         tracker.resume(position)
         return
@@ -421,28 +414,28 @@ def test_a_position_is_for_loaders_of_its_kind(saved: str, present: str) -> None
 
 
 def test_other_samplers_are_refused() -> None:
-    position = _position(INDEXED["shuffle"](), 1)
+    position = position_after(INDEXED["shuffle"](), 1)
     _, tracker = tracked(INDEXED["sequential"]())
     with pytest.raises(RestoreError, match=r"samplers \['BatchSampler', 'RandomSampler'\], this run has .*Sequential"):
         tracker.resume(position)
 
 
 def test_a_stream_that_does_not_repeat_itself_is_refused() -> None:
-    position = _position(OnePass(), 4)
+    position = position_after(OnePass(), 4)
     twin = _resumed_at(OnePass(first=1), position)
     with pytest.raises(RestoreError, match="batch 4 fetched again is not the batch 4 that was trained"):
         next(iter(twin))
 
 
 def test_a_stream_that_ends_too_early_is_refused() -> None:
-    position = _position(OnePass(), 4)
+    position = position_after(OnePass(), 4)
     twin = _resumed_at(OnePass(length=2), position)
     with pytest.raises(RestoreError, match=r"ended after 2 batches on replay, and 4\s+had been trained"):
         next(iter(twin))
 
 
 def test_a_stream_that_repeats_itself_is_continued_and_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
-    twin = _resumed_at(OnePass(), _position(OnePass(), 4))
+    twin = _resumed_at(OnePass(), position_after(OnePass(), 4))
     assert list(twin) == list(range(4, LENGTH))
     assert "fetching 4 batches again" in caplog.text
 
@@ -451,7 +444,7 @@ def test_a_stream_whose_batches_cannot_be_compared_says_so(caplog: pytest.LogCap
     def stream() -> list[Any]:
         return [lambda: 1, lambda: 2, lambda: 3]
 
-    twin = _resumed_at(stream(), _position(stream(), 2))
+    twin = _resumed_at(stream(), position_after(stream(), 2))
     assert [f() for f in twin] == [3]
     assert "nothing checks that it repeats itself" in caplog.text
 

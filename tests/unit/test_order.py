@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _loaders import LENGTH, PLACES, Draws, Items, ManyItems, Run, limited, plain, through_a_file, tracked
+from _loaders import (
+    LENGTH,
+    PLACES,
+    Draws,
+    Items,
+    ManyItems,
+    Run,
+    plain,
+    position_after,
+    through_a_file,
+    tracked,
+)
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
@@ -284,14 +295,6 @@ def test_other_samplers_are_refused(saved: Callable[[], Any], present: Callable[
         SamplerState(DataLoader(Items(), sampler=present())).restore(state)
 
 
-def _position(loader: Any, batches: int, *, epoch_over: bool = False) -> dict[str, Any]:
-    twin, tracker = tracked(loader)
-    for _ in limited(twin, batches):
-        pass
-    position: dict[str, Any] = through_a_file(tracker.position(epoch_over=epoch_over))
-    return position
-
-
 def _resumed_at(loader: Any, position: dict[str, Any]) -> Any:
     twin, tracker = tracked(loader, root_seed=2)
     tracker.resume(position)
@@ -324,6 +327,6 @@ def test_a_sampler_within_a_sampler_keeps_its_generator() -> None:
 
 
 def test_at_the_end_of_an_epoch_another_batch_size_is_the_new_one() -> None:
-    position = _position(DataLoader(Items(), batch_size=3, shuffle=True), 4, epoch_over=True)
+    position = position_after(DataLoader(Items(), batch_size=3, shuffle=True), 4, epoch_over=True)
     twin = _resumed_at(DataLoader(Items(20), batch_size=5, shuffle=True), position)
     assert [len(plain(b)[0]) for b in twin] == [5, 5, 5, 5]
