@@ -34,11 +34,6 @@ class Buffers:
         self._blocks: list[Any] = []
         self._sizes: list[int] = []
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes allocated."""
-        return sum(self._sizes)
-
     def tensors(self, layout: Layout) -> list[Tensor]:
         """For each extent of `layout` its place, a tensor of uint8 that has a storage of exactly that size.
 

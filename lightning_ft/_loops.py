@@ -14,7 +14,6 @@ before_epoch       before ``fit_loop.on_advance_start``   everything is restored
 epoch_runs         after ``epoch_loop.on_run_start``      the first batch is about to be asked for
 after_batch        after ``*_optimization.run``            forward, backward and optimizer step are over
 after_step         after ``epoch_loop.on_advance_end``    the step, its hooks and its validation are over
-before_epoch_end   before ``fit_loop.on_advance_end``     its hooks and schedulers have still to run
 after_epoch        after ``fit_loop.on_advance_end``      the epoch, its hooks and its schedulers are over
 =================  =====================================  ==================================================
 """
@@ -48,7 +47,6 @@ class Hooks(Protocol):
     def epoch_runs(self) -> None: ...
     def after_batch(self) -> None: ...
     def after_step(self) -> None: ...
-    def before_epoch_end(self) -> None: ...
     def after_epoch(self) -> None: ...
 
 
@@ -68,7 +66,7 @@ def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
         around(epoch_loop.automatic_optimization, "run", after=hooks.after_batch),
         around(epoch_loop.manual_optimization, "run", after=hooks.after_batch),
         around(epoch_loop, "on_advance_end", after=hooks.after_step),
-        around(fit_loop, "on_advance_end", before=hooks.before_epoch_end),
+        around(fit_loop, "on_advance_end", before=hooks.after_batch),  # of an epoch that a batch not trained has ended
         around(fit_loop, "on_advance_end", before=partial(_uncount_end_of_data, trainer), after=hooks.after_epoch),
     ]
 

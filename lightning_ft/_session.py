@@ -231,10 +231,6 @@ class Session:
         if self._plugin is not None:
             self._plugin.step_is_over(self._trainer.global_step)
 
-    def before_epoch_end(self) -> None:
-        """The same, for an epoch that ended with a batch that was not trained."""
-        self.after_batch()
-
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
@@ -307,7 +303,7 @@ class Session:
         """
         self._settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
-        last = self._ranks.decide(self._must_repeat) or self._settings.save_on_train_end
+        last = self._settings.save_on_train_end or self._ranks.decide(self._must_repeat)
         if last and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
             self._settle("training ends without it")
@@ -400,7 +396,10 @@ class Session:
         self._saved_batch = progress.batch
         self._saved_at = time.monotonic()
 
-    def _late(self) -> Late:
+    def _late(self) -> Late | None:
+        # Rank 0 takes the copy. The others, and a plugin that copies at once, need not look through the parameters.
+        if self._plugin is None or not self._ranks.is_zero or not self._plugin.overlaps:
+            return None
         return Late.of(self._trainer.lightning_module, self._trainer.optimizers, self._trainer.global_step)
 
     def _new_name(self, step: int) -> str:

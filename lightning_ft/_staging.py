@@ -26,8 +26,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from lightning_ft._copies import (
     pieces,
     storage_bytes,
 )
+from lightning_ft._lanes import Lanes
 from lightning_ft._layout import Signature, signature
 from lightning_ft._plan import Late, Plan, Work
 from lightning_ft._skeleton import Skeleton, name_of
@@ -228,8 +228,10 @@ class Staged:
         for device, indices in later.device.items():
             self._barriers += [(device, event) for event in self._copy_from_device(device, indices)]
         if later.grouped or later.raw:
-            self._copying = self._stager.submit(self._copy_late, later)
+            self._copying = self._stager.lanes.submit(self._copy_late, later)
         self._copy_at_once(now)
+        if self._settled and not self._events:
+            self._tensors = []  # training may give up its memory, however long this one waits for the writer
 
     def _copy_at_once(self, work: Work) -> None:
         queue = self._pieces(work)
@@ -237,7 +239,7 @@ class Staged:
         others = []
         try:
             for _ in range(helpers):
-                others.append(self._stager.submit(move, queue))
+                others.append(self._stager.lanes.submit(move, queue))
             self._copy_grouped(work.grouped)
             move(queue)
         finally:
@@ -280,7 +282,7 @@ class Staged:
         sources = [storage_bytes(self._source(index)) for index in indices]
         places = [self._plan.places[index] for index in indices]
         if is_streamed(device):
-            event = launch(self._stager.stream(device), device, places, sources)
+            event = launch(self._stager.lanes.stream(device), device, places, sources)
             self._events.append(event)
             return [event]
         for place, source in zip(places, sources, strict=True):
@@ -324,7 +326,7 @@ class Staged:
 
 
 class Stager:
-    """Takes snapshots, at most one of them with copies under way, and owns their memory, threads and streams.
+    """Takes snapshots, at most one of them with copies under way, and owns their memory.
 
     Thread: main, unless a method says otherwise.
 
@@ -342,8 +344,7 @@ class Stager:
         self._free: list[Plan] = []
         self._pending: Staged | None = None
         self._checked = False
-        self._threads: ThreadPoolExecutor | None = None
-        self._streams: dict[torch.device, Any] = {}
+        self.lanes = Lanes()
 
     def stage(self, checkpoint: dict[str, Any], late: Late | None = None) -> Staged:
         """A snapshot of `checkpoint`: what training does from now on does not show in it, if `finish` comes in time.
@@ -395,9 +396,8 @@ class Stager:
     def close(self) -> None:
         """No thread is left and no memory is held."""
         self.finish()
-        self._end_threads()
+        self.lanes.close()
         self._free.clear()
-        self._streams.clear()
 
     def give_up_overlap(self, reason: str) -> None:
         """From now on everything is copied at once. Thread: any."""
@@ -413,36 +413,6 @@ class Stager:
     def take_back(self, plan: Plan) -> None:
         """`plan` is free for the next snapshot. Thread: any."""
         self._free.append(plan)
-
-    def submit(self, copy: Callable[..., None], *arguments: Any) -> Future[None]:
-        """`copy` runs in another thread; where no thread can be started, it has run in this one."""
-        try:
-            return self.executor().submit(copy, *arguments)
-        except RuntimeError as error:  # a limit of processes; or the interpreter ends, and may want to save
-            _log.debug("copied without a further thread: %s", error)
-        # It may be queued all the same. With the threads it is over, or never begins: later the memory is another's.
-        self._end_threads()
-        copy(*arguments)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _end_threads(self) -> None:
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown()
-
-    def executor(self) -> ThreadPoolExecutor:
-        """Threads that copy."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(max(2, torch.get_num_threads()), "lightning-ft-staging")
-        return self._threads
-
-    def stream(self, device: torch.device) -> Any:
-        """A stream of `device` for copies alone."""
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device=device)
-        return self._streams[device]
 
     def _plan_for(self, entries: Signature) -> Plan:
         pinned = any(is_streamed(device) for device in {entry[2] for entry in entries if entry})

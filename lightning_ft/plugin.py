@@ -144,6 +144,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             self._stager = Stager(overlap=self.staging == "overlap")
         return self._stager
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a save made now may be copied late."""
+        return self.async_save and not self._between_fits and self.stager.overlaps
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None

@@ -145,7 +145,7 @@ def test_the_host_is_not_held_up() -> None:
         with counted(waits=0, kernels=0, sync_copies=0, async_copies=len(storages), pinned_allocations=0):
             staged = stager.stage(checkpoint, late)
             stager.finish()
-        assert stager._threads is None
+        assert stager.lanes._threads is None
         weight = staged._checkpoint["state_dict"]["head.weight"]
         assert weight.isnan().all(), "copied before anybody waited for it"
         staged.wait()

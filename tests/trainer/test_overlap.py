@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import lightning_ft as ft
 from lightning_ft import _staging, events
 from lightning_ft._digest import digest
+from lightning_ft._plan import Late
 from lightning_ft._staging import Staged, Stager
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.testing import assert_resume_exact
@@ -79,7 +80,7 @@ class Was(Callback):
             save(plugin, checkpoint, path, storage_options)
 
         def stage_(stager: Any, checkpoint: Any, late: Any = None) -> Staged:
-            stager._threads = LastMoment()
+            stager.lanes._threads = LastMoment()
             staged = stage(stager, checkpoint, late)
             (self.at_once if staged.settled else self.late).append(checkpoint["global_step"])
             return staged
@@ -484,6 +485,18 @@ def test_an_optimizer_that_moves_before_it_evaluates_is_copied_at_once(was: Was,
     assert was.compare(tmp_path) == 7
 
 
+@pytest.mark.parametrize(
+    ("options", "looks"), [({}, 7), ({"staging": "blocking"}, 0), ({"async_save": False}, 0)], ids=str
+)
+def test_parameters_are_looked_through_only_where_copies_may_be_late(
+    options: dict[str, Any], looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, asked = Late.of, []
+    monkeypatch.setattr(Late, "of", lambda *args: asked.append(1) or of(*args))
+    fit(trainer(ours(tmp_path), plugins=[ft.FaultTolerantCheckpointIO(**options)]), Wide())
+    assert len(asked) == looks
+
+
 def test_the_next_fit_of_the_plugin_overlaps_again(was: Was, tmp_path: Path) -> None:
     """Another model, perhaps; whether its copies may be late is seen anew."""
     plugin = ft.FaultTolerantCheckpointIO(on_error="warn")
@@ -568,7 +581,7 @@ class AtTheLastMoment(Callback):
         self.stage = Stager.stage
 
         def stage_(stager: Any, checkpoint: Any, late: Any = None) -> Staged:
-            stager._threads = LastMoment()
+            stager.lanes._threads = LastMoment()
             return self.stage(stager, checkpoint, late)
 
         Stager.stage = stage_  # type: ignore[method-assign]

@@ -69,7 +69,7 @@ def stager() -> Iterator[Stager]:
 
 @pytest.fixture
 def last_moment(stager: Stager) -> LastMoment:
-    stager._threads = last_moment = LastMoment()  # type: ignore[assignment]
+    stager.lanes._threads = last_moment = LastMoment()  # type: ignore[assignment]
     return last_moment
 
 
@@ -77,7 +77,7 @@ def last_moment(stager: Stager) -> LastMoment:
 def held(stager: Stager) -> Iterator[Callable[[], None]]:
     """Real threads, all of them held until the fixture is called."""
     gate = threading.Event()
-    executor = stager.executor()
+    executor = stager.lanes._executor()
     for _ in range(executor._max_workers):
         executor.submit(gate.wait, WAIT_SECS)
     yield gate.set
@@ -149,7 +149,7 @@ def test_nothing_is_late_unless_asked_for(overlap: bool) -> None:
     training.forward(9)
     training.step(9)
     assert values(staged.wait()) == all_of(0)
-    assert stager._threads is None, "a thread for nothing"
+    assert stager.lanes._threads is None, "a thread for nothing"
 
 
 def test_many_late_tensors_of_every_size(stager: Stager) -> None:
@@ -236,6 +236,17 @@ def test_a_change_before_finish_is_found_and_named(
     assert [r.message for r in caplog.records] == [
         f'{caught.value}; the save is repeated; from now on saves copy at once, as with staging="blocking"'
     ]
+
+
+def test_what_is_copied_at_once_is_not_held_until_it_is_written(stager: Stager) -> None:
+    """Training may give up its memory while the snapshot waits for its turn."""
+    tensor = torch.ones(ELEMENTS)
+    held = weakref.ref(tensor)
+    staged = stager.stage({"state_dict": {"weight": tensor}})
+    del tensor
+    assert held() is None
+    assert staged.wait()["state_dict"]["weight"].tolist() == [1.0] * ELEMENTS
+    staged.release()
 
 
 def test_once_finished_a_snapshot_stays_good(stager: Stager, last_moment: LastMoment) -> None:
@@ -572,7 +583,7 @@ def test_where_no_thread_can_be_started_the_main_thread_copies(
         patch.setattr(threading.Thread, "start", start_)
         patch.setattr(Staged, "_copy_late", copy_late_)
         staged = stager.stage({**training.checkpoint(), "more": large()}, training.late())
-        assert stager._threads is None
+        assert stager.lanes._threads is None
         assert len(threads) == started
         assert not any(thread.is_alive() for thread in threads)
     training.step(3)
