@@ -12,7 +12,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_ft._names import SUFFIX, split
 from lightning_ft._objects import TAILS_AT_ONCE, Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
 from lightning_ft._s3_upload import S3Attempt
-from lightning_ft._store_errors import is_refusal, is_unsupported
+from lightning_ft._store_errors import is_bad_range, is_refusal, is_unsupported
 from lightning_ft.errors import StorageError
 from lightning_ft.events import DeleteHidden, emit
 from lightning_ft.manifest import TAIL_BYTES
@@ -130,13 +130,13 @@ class S3Store(ObjectStore):
             if self.info(path)["type"] == "directory":
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
             raise
-        except OSError:
-            # An empty object has no last byte, and so no range that could be given.
-            if self.size(path):
+        except StorageError as error:
+            # An empty object has no last byte; and some stores refuse to give more of a small object than there is.
+            if not is_bad_range(error.__cause__ or error):
                 raise
-            return b"", 0, ""
+            found = None
         if found is None:
-            return *super().tail(path), ""
+            return *super().tail(path), str(self.info(path).get("ETag", ""))
         expected_bytes = min(found[1], TAIL_BYTES)
         if len(found[0]) != expected_bytes:
             raise StorageError(f"{path}: {len(found[0])} bytes came of {expected_bytes}", path, transient=True)
@@ -208,7 +208,9 @@ class S3Store(ObjectStore):
                     raise
                 _log.info("%s: this store lists no unfinished uploads: %s", dirpath, error)
                 return removed
-            now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+            # The store's own clock, as for the times below: ours may be another.
+            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+            now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
             for upload in page.get("Uploads", []):
                 name = upload["Key"][len(prefix) :]
                 ours = upload["Key"].startswith(prefix) and name.endswith(SUFFIX) and "/" not in name

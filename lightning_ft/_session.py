@@ -27,7 +27,7 @@ from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
-from lightning_ft.discovery import list_checkpoints, next_start
+from lightning_ft.discovery import list_checkpoints, start_of
 from lightning_ft.errors import SaveError
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import GIVE_UP_AFTER, KEY, FaultTolerantCheckpointIO, SaveOptions
@@ -135,11 +135,11 @@ class Session:
         self._lock.acquire()
         try:
             storage.remove_leftovers(self._dirpath)
-            infos = list_checkpoints(self._dirpath, self._options)
+            names, start = start_of(self._dirpath, self._options)
         except BaseException:
             self._lock.release()  # nobody closes a session that was never made
             raise
-        return {info.name for info in infos}, next_start(infos), uuid.uuid4().hex
+        return names, start, uuid.uuid4().hex
 
     def finish(self) -> None:
         """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
@@ -404,9 +404,7 @@ class Session:
 
     def _new_name(self, step: int) -> str:
         """A name that is not in the directory: no checkpoint is ever written over."""
-        version = 0
-        while (name := _names.checkpoint_name(step, version)) in self._names:
-            version += 1
+        name = _names.next_name(step, self._names)
         self._names.add(name)
         return name
 

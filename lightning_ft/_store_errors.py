@@ -52,10 +52,16 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, FileExistsError) or status == 412 or code == "PreconditionFailed"
 
 
+def is_bad_range(error: BaseException) -> bool:
+    """Whether a range was asked for that the object does not have."""
+    code, status = _response(error)
+    return status == 416 or code == "InvalidRange"
+
+
 def is_unsupported(error: BaseException) -> bool:
     """Whether the store does not know a part of the request."""
     code, status = _response(error)
-    return status == 501 or code in {"NotImplemented", "InvalidArgument", "InvalidRequest"}
+    return status == 501 or code in {"NotImplemented", "InvalidArgument", "InvalidRequest", "MethodNotAllowed"}
 
 
 def translated(error: Exception, path: str) -> Exception:

@@ -158,9 +158,18 @@ class ChaosProxy:
             if rule is not None and action == "corrupt" and data:
                 data[min(rule.offset, len(data) - 1)] ^= 1
             if rule is not None and action == "missing":
-                data = bytearray(re.sub(rf"<Contents>(?:(?!</Contents>).)*{rule.pattern}.*?</Contents>".encode(), b"", data, flags=re.DOTALL))
+                data = bytearray(
+                    re.sub(
+                        rf"<Contents>(?:(?!</Contents>).)*{rule.pattern}.*?</Contents>".encode(),
+                        b"",
+                        data,
+                        flags=re.DOTALL,
+                    )
+                )
             if action == "truncate":
-                response = web.StreamResponse(status=answer.status, headers=[*found, ("Content-Length", str(len(data)))])
+                response = web.StreamResponse(
+                    status=answer.status, headers=[*found, ("Content-Length", str(len(data)))]
+                )
                 await response.prepare(request)
                 await response.write(bytes(data[: len(data) // 2]))
                 return _reset(request)

@@ -112,9 +112,14 @@ class SeaweedServer:
         with (self._directory / "weed.log").open("ab") as log:
             self._processes.append(
                 subprocess.Popen(
-                    [weed, "-logtostderr=true", *arguments], cwd=self._data, env=environment,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=dies_with_us,
-                )  # fmt: skip
+                    [weed, "-logtostderr=true", *arguments],
+                    cwd=self._data,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=dies_with_us,
+                )
             )
 
     def _wait_for(self, kind: str, path: str, wanted: bytes, timeout_secs: float = 60.0) -> None:
@@ -124,7 +129,7 @@ class SeaweedServer:
                 assert process.poll() is None, f"weed ended; see {self._directory}/weed.log"
             with contextlib.suppress(OSError):
                 address = f"http://127.0.0.1:{self._ports[kind]}{path}"
-                with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 - an address made here
+                with urllib.request.urlopen(address, timeout=2) as answer:
                     if wanted in answer.read():
                         return
             assert time.monotonic() < ends, f"weed is not ready; see {self._directory}/weed.log"
