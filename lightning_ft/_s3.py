@@ -57,18 +57,22 @@ class S3Store(ObjectStore):
         bucket, key, _ = self.fs.split_path(dirpath)
         prefix = f"{key.rstrip('/')}/" if key else ""
         found: list[Entry] = []
-        arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
+        try:
+            for page in self._pages(dirpath, Bucket=bucket, Prefix=prefix, Delimiter="/"):
+                objects = [(item["Key"], item.get("ETag", "")) for item in page.get("Contents", [])]
+                objects += [(item["Prefix"].rstrip("/"), "") for item in page.get("CommonPrefixes", [])]
+                # Some stores list a placeholder object of the directory itself.
+                found += [Entry(name, etag) for key, etag in objects if (name := key[len(prefix) :])]
+        except FileNotFoundError:  # the bucket
+            return []
+        return found
+
+    def _pages(self, path: str, **arguments: Any) -> Iterator[Any]:
         while True:
-            try:
-                page = self.request(dirpath, "list_objects_v2", **arguments)
-            except FileNotFoundError:  # the bucket
-                return []
-            objects = [(item["Key"], item.get("ETag", "")) for item in page.get("Contents", [])]
-            objects += [(item["Prefix"].rstrip("/"), "") for item in page.get("CommonPrefixes", [])]
-            # Some stores list a placeholder object of the directory itself.
-            found += [Entry(name, etag) for key, etag in objects if (name := key[len(prefix) :])]
+            page = self.request(path, "list_objects_v2", **arguments)
+            yield page
             if not page.get("IsTruncated"):
-                return found
+                return
             arguments["ContinuationToken"] = page["NextContinuationToken"]
 
     def info(self, path: str) -> dict[str, Any]:
@@ -189,6 +193,18 @@ class S3Store(ObjectStore):
         self.request(path, "delete_object", **self.place(f"{path}/manifest.json"))
         emit(DeleteHidden(path))
         self.remove_tree(path)
+
+    def remove_tree(self, path: str) -> None:
+        """Nothing of `path` is left."""
+        place = self.place(path)
+        bucket, key = place["Bucket"], place["Key"]
+        pages = self._pages(path, Bucket=bucket, Prefix=f"{key}/")
+        keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
+        # One by one: not every store knows the request that takes many, and its answer hides single failures.
+        # Then the directories, which stores that keep their objects in files have, and show while they are empty.
+        folders = {each[:end] for each in keys for end in range(len(key) + 1, len(each)) if each[end - 1] == "/"}
+        for each in (*keys, *sorted(folders, key=len, reverse=True), f"{key}/", key):
+            self.request(path, "delete_object", Bucket=bucket, Key=each)
 
     def remove_uploads(self, dirpath: str) -> list[str]:
         """Uploads to checkpoints in `dirpath` that were begun `LEFTOVER_AGE` ago or earlier are gone."""

@@ -78,9 +78,12 @@ class Storage:
         is_s3 = path.partition("://")[0] in ("s3", "s3a")
         if is_s3:
             # Calls are repeated here. botocore, which would do it as well, waits for times drawn from the generator
-            # that belongs to the training.
-            config = dict(options.get("config_kwargs") or {})
-            options["config_kwargs"] = {"retries": {"max_attempts": 0}, **config}
+            # that belongs to the training. And everything read is verified here; some stores give the checksum of a
+            # whole object with a part of it, and botocore compares the two.
+            configured = fsspec.config.conf.get("s3", {}).get("config_kwargs") or {}
+            given = options.get("config_kwargs") or {}
+            ours = {"retries": {"max_attempts": 0}, "response_checksum_validation": "when_required"}
+            options["config_kwargs"] = {**ours, **configured, **given}
         try:
             fs, _ = fsspec.core.url_to_fs(path, **options)
         except (ImportError, ValueError) as error:

@@ -66,7 +66,3 @@ def chaos(s3: Place, seaweed: SeaweedServer) -> Iterator[Place]:
     """A directory in a real S3 server, behind a proxy that does what its rules say."""
     with ChaosProxy(seaweed.url) as proxy:
         yield Place(s3.url, {**s3.options, "endpoint_url": proxy.url}, proxy.rules, proxy)
-
-
-def make_bucket(url: str) -> None:
-    fsspec.filesystem("s3", **options(url), skip_instance_cache=True).mkdir(BUCKET)
