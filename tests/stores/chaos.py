@@ -33,7 +33,7 @@ class Rule:
 
     Actions: ``status`` (the server is not asked), ``reset``, ``drop_response`` (the server did it, then a reset),
     ``blackhole`` (taken, never answered), ``truncate`` (half the body, then a reset), ``corrupt`` (one bit of the body
-    at `offset`), ``stale`` (what the same GET was answered last), ``missing`` (the listing leaves out what `pattern`
+    at `offset`), ``corrupt_upload`` (the same on the way there), ``stale`` (what the same GET was answered last), ``missing`` (the listing leaves out what `pattern`
     matches).
     """
 
@@ -138,7 +138,11 @@ class ChaosProxy:
     async def _pass_on(self, request: web.Request, rule: Rule | None) -> web.StreamResponse:
         action = rule.action if rule is not None else ""
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP | {"expect"}]
-        body = request.content.iter_chunked(1 << 18) if request.body_exists else None
+        body: Any = request.content.iter_chunked(1 << 18) if request.body_exists else None
+        if rule is not None and action == "corrupt_upload":
+            body = bytearray(await request.read())
+            body[min(rule.offset, len(body) - 1)] ^= 1
+            headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
         skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
         async with self._session.request(
             request.method, URL(self.upstream + request.raw_path, encoded=True), headers=headers, data=body,
@@ -158,14 +162,8 @@ class ChaosProxy:
             if rule is not None and action == "corrupt" and data:
                 data[min(rule.offset, len(data) - 1)] ^= 1
             if rule is not None and action == "missing":
-                data = bytearray(
-                    re.sub(
-                        rf"<Contents>(?:(?!</Contents>).)*{rule.pattern}.*?</Contents>".encode(),
-                        b"",
-                        data,
-                        flags=re.DOTALL,
-                    )
-                )
+                entry = rf"<Contents>(?:(?!</Contents>).)*{rule.pattern}.*?</Contents>"
+                data = bytearray(re.sub(entry.encode(), b"", data, flags=re.DOTALL))
             if action == "truncate":
                 response = web.StreamResponse(
                     status=answer.status, headers=[*found, ("Content-Length", str(len(data)))]
