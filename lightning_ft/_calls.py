@@ -25,10 +25,17 @@ from lightning_ft.errors import StorageError
 _log = logging.getLogger(__name__)
 
 # Of one call, so that a part of an upload is sent again and not the whole checkpoint.
-TRIES = 4
+TRIES = 6
 LONGEST_WAIT_SECS = 5.0
 
 _jitter = random.Random()  # noqa: S311 - its own: the global one belongs to the training
+
+
+class _Failure:
+    """How a call has ended, if it has failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class Calls:
@@ -78,8 +85,15 @@ class Calls:
                     return await begin()
             raise AssertionError("unreachable: the last attempt returns or raises")
 
-        # Here and not only where somebody waits for it, so that a request nobody waits for ends, too.
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(repeated(), self.deadline_secs), self.fs.loop)
+        async def outcome() -> Any:
+            # The deadline here and not only where somebody waits, so that a request nobody waits for ends, too. Its
+            # error is handed over and not raised: asyncio would print what nobody asks for.
+            try:
+                return await asyncio.wait_for(repeated(), self.deadline_secs)
+            except Exception as error:
+                return _Failure(error)
+
+        return asyncio.run_coroutine_threadsafe(outcome(), self.fs.loop)
 
     def start_thread(self, function: Callable[[], Any]) -> Future[Any]:
         """`function` runs in a thread of its own, or, where that makes no sense, has run."""
@@ -89,7 +103,7 @@ class Calls:
             try:
                 future.set_result(function())
             except BaseException as error:  # whatever it is: it is raised where the result is waited for
-                future.set_exception(error)
+                future.set_result(_Failure(error))
 
         if isinstance(self.fs, MemoryFileSystem):
             work()
@@ -112,7 +126,10 @@ class Calls:
         """
         started = time.monotonic() if waited_from is None else waited_from
         try:
-            return future.result(max(0.0, started + self.deadline_secs - time.monotonic()))
+            outcome = future.result(max(0.0, started + self.deadline_secs - time.monotonic()))
+            if isinstance(outcome, _Failure):
+                raise outcome.error
+            return outcome
         except Exception as error:
             # A store that answered that it was too slow has a message.
             if isinstance(error, (FutureTimeoutError, asyncio.TimeoutError, TimeoutError)) and not error.args:

@@ -41,6 +41,10 @@ _refuses: dict[tuple[str, str], bool] = {}
 class S3Store(ObjectStore):
     """Objects of one S3 account and endpoint."""
 
+    def __init__(self, fs: Any, deadline_secs: float) -> None:
+        super().__init__(fs, deadline_secs)
+        fs.retries = 1  # Calls are repeated by `Calls`: two layers multiply.
+
     def place(self, path: str) -> dict[str, str]:
         """Bucket and key of `path`, as the calls want them."""
         bucket, key, _ = self.fs.split_path(path)

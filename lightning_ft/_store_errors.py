@@ -89,8 +89,8 @@ def _response(error: BaseException) -> tuple[str, int | None]:
         if isinstance(response, dict):  # of botocore
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             return str(response.get("Error", {}).get("Code", "")), status
-        for name in ("status_code", "status", "code"):  # of azure, aiohttp, gcsfs
-            value = getattr(candidate, name, None)
-            if isinstance(value, int) and 400 <= value < 600:
-                return "", value
+    for name in ("status_code", "status", "code"):  # of azure, aiohttp, gcsfs
+        value = getattr(error, name, None)
+        if isinstance(value, int) and 400 <= value < 600:
+            return "", value
     return "", None

@@ -33,8 +33,8 @@ class Rule:
 
     Actions: ``status`` (the server is not asked), ``reset``, ``drop_response`` (the server did it, then a reset),
     ``blackhole`` (taken, never answered), ``truncate`` (half the body, then a reset), ``corrupt`` (one bit of the body
-    at `offset`), ``corrupt_upload`` (the same on the way there), ``stale`` (what the same GET was answered last), ``missing`` (the listing leaves out what `pattern`
-    matches).
+    at `offset`), ``corrupt_upload`` (the same on the way there), ``stale`` (what the same GET was answered last),
+    ``missing`` (the listing leaves out what `pattern` matches).
     """
 
     action: str

@@ -24,6 +24,12 @@ class Place:
     """Of the proxy in between, if there is one."""
     proxy: ChaosProxy | None = None
 
+    @property
+    def log(self) -> list[tuple[str, str]]:
+        """Method and path of every request that came to the proxy."""
+        assert self.proxy is not None
+        return self.proxy.log
+
     def direct(self) -> dict[str, Any]:
         """The same store without the proxy."""
         return self.options if self.proxy is None else {**self.options, "endpoint_url": self.proxy.upstream}
