@@ -67,8 +67,15 @@ def poor_s3(rclone: RcloneServer) -> Place:
     return Place(f"s3://{BUCKET}/{uuid.uuid4().hex}/run", options(rclone.url))
 
 
+@pytest.fixture(scope="session")
+def proxy(seaweed: SeaweedServer) -> Iterator[ChaosProxy]:
+    with ChaosProxy(seaweed.url) as entered:
+        yield entered
+
+
 @pytest.fixture
-def chaos(s3: Place, seaweed: SeaweedServer) -> Iterator[Place]:
+def chaos(s3: Place, proxy: ChaosProxy) -> Iterator[Place]:
     """A directory in a real S3 server, behind a proxy that does what its rules say."""
-    with ChaosProxy(seaweed.url) as proxy:
-        yield Place(s3.url, {**s3.options, "endpoint_url": proxy.url}, proxy.rules, proxy)
+    yield Place(s3.url, {**s3.options, "endpoint_url": proxy.url}, proxy.rules, proxy)
+    proxy.rules.clear()
+    proxy.log.clear()

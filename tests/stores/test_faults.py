@@ -35,7 +35,7 @@ def forever(action: str, **where: Any) -> Rule:
 
 
 PASSING = [
-    ("part-503", Rule("status", method="PUT", query="partNumber=2", times=8)),
+    ("part-503", Rule("status", method="PUT", query="partNumber=2", times=5)),
     ("part-500", Rule("status", method="PUT", query="partNumber=2", times=2, status=500, code="InternalError")),
     ("part-reset", Rule("reset", method="PUT", query="partNumber=1", times=2)),
     ("part-answer-lost", Rule("drop_response", method="PUT", query="partNumber=3", times=1)),
