@@ -99,6 +99,8 @@ class Calls:
         """`function` runs in a thread of its own, or, where that makes no sense, has run."""
         future: Future[Any] = Future()
 
+        future.set_running_or_notify_cancel()  # From here on nobody can take it back.
+
         def work() -> None:
             try:
                 future.set_result(function())
