@@ -81,7 +81,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
             there and the run goes on; the third failure in a row stops it.
         retries: How often a write is tried again after an error that may pass (timeouts, connections, busy storage).
-        storage_options: Arguments for the fsspec file system behind a URL.
+        storage_options: Arguments for the fsspec file system behind a URL; and `deadline_secs` (60), how long a single
+            request to a store may take with its repetitions.
 
     Raises:
         ConfigurationError: An argument has a value it cannot have.

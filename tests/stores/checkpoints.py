@@ -21,9 +21,14 @@ MIB = 1 << 20
 
 
 def archive(size_bytes: int = 100) -> bytes:
+    return archive_of(b"weights." * (size_bytes // 8))
+
+
+def archive_of(data: bytes) -> bytes:
+    """A zip archive without a comment, as `torch.save` leaves it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr("archive/data.pkl", b"weights." * (size_bytes // 8))
+        file.writestr("archive/data.pkl", data)
     return buffer.getvalue()
 
 
