@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import lightning as L
 import pytest
 
 import lightning_ft as ft
-from lightning_ft.discovery import list_checkpoints
+from lightning_ft.discovery import list_checkpoints, verify
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.stores.checkpoints import uploads
@@ -59,3 +62,22 @@ def test_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pytest.
     assert Storage(s3.options).listdir(s3.url) == ["step=00000004.ckpt", "step=00000005.ckpt"]
     assert fit(5) == []
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("s3")]
+
+
+AT_THE_END = """
+import json, sys
+import torch
+import lightning_ft as ft
+
+url, options = sys.argv[1], json.loads(sys.argv[2])
+plugin = ft.FaultTolerantCheckpointIO(storage_options=options)
+plugin.save_checkpoint({"weight": torch.zeros(10 << 20), "global_step": 1}, url)
+"""
+
+
+def test_a_save_in_flight_when_the_script_ends_is_made(s3: Place) -> None:
+    """By then the client of the store cannot look up the name of a host any more, unless that is done in time."""
+    options = {**s3.options, "endpoint_url": s3.options["endpoint_url"].replace("127.0.0.1", "localhost")}
+    path = f"{s3.url}/end.ckpt"
+    subprocess.run([sys.executable, "-c", AT_THE_END, path, json.dumps(options)], check=True, timeout=120)
+    assert verify(path, storage_options=s3.options).problem is None
