@@ -11,8 +11,8 @@ Step (in this order)  Local directory: true on disk after it      Object store: 
 `remove`: data        the data is gone                            the data is gone
 ====================  ==========================================  ==================================
 
-URLs go to an `ObjectStore`. Local files do not pass through `fsspec`, whose local transactions go through the system's temporary
-directory, move without fsync, and keep their state on an instance shared by all threads.
+URLs go to an `ObjectStore`. Local files do not pass through `fsspec`, whose local transactions go through the system's
+temporary directory, move without fsync, and keep their state on an instance shared by all threads.
 """
 
 from __future__ import annotations
