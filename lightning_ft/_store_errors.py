@@ -58,12 +58,6 @@ def is_bad_range(error: BaseException) -> bool:
     return status == 416 or code == "InvalidRange"
 
 
-def is_unsupported(error: BaseException) -> bool:
-    """Whether the store does not know a part of the request."""
-    code, status = _response(error)
-    return status == 501 or code in {"NotImplemented", "InvalidArgument", "InvalidRequest", "MethodNotAllowed"}
-
-
 def translated(error: Exception, path: str) -> Exception:
     """What is raised in place of `error`: itself if it is an answer, ours, or no doing of the store.
 

@@ -65,6 +65,9 @@ def _digest_of(file: BinaryIO, size_bytes: int) -> str:
 def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
     """A verified copy in a file without a name, None if there is no room for it."""
     directory = tempfile.gettempdir()
+    if _in_memory(directory):
+        _log.info("%s: %s is in memory, so it is fetched twice", path, directory)
+        return None
     room = os.statvfs(directory)
     if room.f_bavail * room.f_frsize < file.size_bytes + SPARE_BYTES:
         _log.info("%s: no room for a copy in %s, so it is fetched twice", path, directory)
@@ -93,6 +96,18 @@ def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
         copy = ThreadedFile(os.dup(spool.fileno()))
     copy.seek(0)
     return cast(BinaryIO, copy)
+
+
+def _in_memory(directory: str) -> bool:
+    """Whether a copy there would take as much memory as the checkpoint has bytes."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            mounts = [line.split() for line in file]
+    except OSError:  # no such place outside Linux
+        return False
+    return any(fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in mounts if fields[2] == number)
 
 
 def _checked(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO:

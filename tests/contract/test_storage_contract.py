@@ -211,7 +211,7 @@ def test_a_name_of_the_run_is_given_once(storage: Storage, dirpath: str) -> None
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["one-block", "several-blocks"])
-def test_every_flipped_bit_is_found_before_anything_is_used(storage: Storage, dirpath: str, large: bool) -> None:
+def test_e5_every_flipped_bit_is_found_before_anything_is_used(storage: Storage, dirpath: str, large: bool) -> None:
     """In the pickle, in tensor data, in the archive's directory, in the manifest and in its seal."""
     data = b"weights" * (1_500_000 if large else 100)
     path = join(dirpath, "a.ckpt")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_ft import _ranged_file, discovery
+from lightning_ft import _ranged_file, _verified_file, discovery
 from lightning_ft._names import checkpoint_name
 from lightning_ft.discovery import LOOKED_AT_FIRST, last_good, list_checkpoints, start_of
 from lightning_ft.errors import NoUsableCheckpointError
@@ -137,7 +138,7 @@ def test_torch_loads_from_a_store_in_few_requests(s3: Place) -> None:
 
 
 @needs_s3
-def test_a_large_one_is_read_in_few_blocks_at_a_time(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g5_a_large_one_is_read_in_few_blocks_at_a_time(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a verification does not depend on the size of the checkpoint."""
     monkeypatch.setattr(_ranged_file, "BLOCK_BYTES", MIB)
     storage = Storage(s3.options)
@@ -172,3 +173,10 @@ def test_an_object_that_is_replaced_is_not_read_in_its_stead(s3: Place, monkeypa
         file.seek(10 * MIB)
         with pytest.raises(OSError, match="was replaced while it was read"):
             file.read(100)
+
+
+def test_a_temporary_directory_in_memory_is_known(tmp_path: Path) -> None:
+    if not os.path.isdir("/dev/shm") or os.statvfs("/dev/shm").f_files == 0:
+        pytest.skip("no /dev/shm")
+    assert _verified_file._in_memory("/dev/shm")
+    assert not _verified_file._in_memory("/proc/self")

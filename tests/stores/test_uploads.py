@@ -27,7 +27,7 @@ pytestmark = pytest.mark.needs("s3fs", "weed")
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_parts_go_in_parallel_and_few_are_in_memory(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g5_parts_go_in_parallel_and_few_are_in_memory(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a save does not depend on the size of the checkpoint: parts are counted, not time."""
     storage = Storage(s3.options)
     fs: Any = storage._store(s3.url).fs
@@ -129,7 +129,7 @@ def test_an_upload_of_a_killed_process_is_removed_when_it_is_old(s3: Place, monk
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("answer", ["etag", "checksum"])
-def test_a_part_that_arrived_as_another_one_fails_the_save(
+def test_e8_a_part_that_arrived_as_another_one_fails_the_save(
     s3: Place, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     storage = Storage(s3.options)
@@ -166,7 +166,7 @@ def _cut(store: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "stays"), [(_cut, False), (_another_generation, True)], ids=["cut", "another"])
-def test_what_is_there_after_the_commit_is_looked_at(
+def test_e8_what_is_there_after_the_commit_is_looked_at(
     s3: Place, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, str], None], stays: bool
 ) -> None:
     """A damaged object is taken back; one of another save, which came at the same moment, is not ours to remove."""
@@ -204,8 +204,8 @@ def test_other_callbacks_may_write_over_their_own_files(s3: Place) -> None:
     assert found.start == 2
 
 
-def test_nothing_appears_on_the_local_disk(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G1: no directory called `s3:`; and no copy of what was loaded is left in the temporary directory."""
+def test_g1_nothing_appears_on_the_local_disk(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory called `s3:`; and no copy of what was loaded is left in the temporary directory."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))

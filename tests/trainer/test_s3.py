@@ -32,7 +32,7 @@ def s3_trainer(url: str, options: dict[str, Any], dirpath: str, **kwargs: Any) -
     return s.trainer(f"{url}/{Path(dirpath).parent.name}", plugins=[plugin], **kwargs)
 
 
-def test_killed_and_restarted_it_is_exact(s3: Place, tmp_path: Path) -> None:
+def test_g6_killed_and_restarted_it_is_exact(s3: Place, tmp_path: Path) -> None:
     """In the middle of an epoch, before the object is published, and just after."""
     kills = [5, "DataWritten:2", "DataSynced"]
     make_trainer = partial(s3_trainer, s3.url, s3.options)
@@ -45,7 +45,7 @@ def test_killed_and_restarted_it_is_exact(s3: Place, tmp_path: Path) -> None:
     assert uploads(Storage(s3.options), f"{s3.url}/restarted") == []
 
 
-def test_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d8_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D3, D8, G6: "last" on an empty store, rotation, "last" again; no file of the store's name on the disk."""
     monkeypatch.chdir(tmp_path)
 
