@@ -28,6 +28,8 @@ _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryErr
 
 def is_transient(error: BaseException) -> bool:
     """Whether the same call may succeed a little later."""
+    if not isinstance(error, Exception):
+        return False  # It was cancelled.
     if isinstance(error, StorageError):
         return error.transient
     if isinstance(error, (FaultToleranceError, *_ANSWERS)):

@@ -78,6 +78,11 @@ def test_what_does_not(error: Exception) -> None:
     assert not is_transient(translated(error, "s3://a"))
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt()], ids=repr)
+def test_what_was_cancelled_is_not_tried_again(error: BaseException) -> None:
+    assert not is_transient(error)
+
+
 def test_answers_and_our_own_errors_keep_their_class() -> None:
     for error in (FileNotFoundError("a"), PermissionError("a"), SaveError("a"), ValueError("a mistake of ours")):
         assert translated(error, "s3://a") is error
