@@ -57,7 +57,8 @@ class S3Attempt(Attempt):
     do so, and is looked at before, where it was not. If a refusal, or a lost answer, leaves open whether the
     object is this one, it is read back: generation and digest of its manifest tell.
 
-    Memory: `PARTS_AT_ONCE` + 1 parts, larger than `PART_BYTES` only above 70 GiB.
+    Memory: `PARTS_AT_ONCE` + 1 parts, larger than `PART_BYTES` only above 70 GiB; and what asyncio copies of a part
+    that the network does not take at once.
 
     Args:
         store: Where it goes.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,26 @@ def test_e8_a_part_that_arrived_as_another_one_fails_the_save(
     monkeypatch.undo()
     assert storage.listdir(s3.url) == []
     assert uploads(storage, s3.url) == []
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("size_bytes", [100, 12 * MIB], ids=["one-request", "parts"])
+def test_a_store_that_takes_no_checksums_is_compared_by_etag(
+    s3: Place, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    options = {**s3.options, "config_kwargs": {"request_checksum_calculation": "when_required"}}
+    storage = Storage(options)
+    compared: list[int] = []
+
+    def counting(body: bytes, **kwargs: Any) -> Any:
+        compared.append(len(body))
+        return md5(body, usedforsecurity=False)
+
+    monkeypatch.setattr("hashlib.md5", counting)
+    path = save(storage, s3.url, size_bytes=size_bytes)
+    assert len(compared) == (1 if size_bytes == 100 else 3)
+    monkeypatch.undo()
+    assert verify(path, storage_options=s3.options).problem is None
 
 
 def _another_generation(store: Any, path: str) -> None:
