@@ -273,6 +273,37 @@ def test_n1_interval_longer_than_the_run(
 
 
 @pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"every_n_epochs": 3}, "every_n_epochs=3, but the run has 2 epochs"),
+        (
+            {"every_n_epochs": 3, "every_n_train_steps": 17},
+            "every_n_train_steps=17 and every_n_epochs=3, but the run has 16 steps and 2 epochs",
+        ),
+    ],
+)
+def test_n1_epochs_too(rules: Any, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(trainer(ours(tmp_path, **{"every_n_train_steps": None, **rules}), max_epochs=2))
+    assert says in caplog.text
+
+
+def test_n1_a_run_of_steps_has_whole_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """7 steps of 8: no epoch comes to its end."""
+    fit(trainer(ft.FaultTolerantCheckpoint(tmp_path), max_epochs=-1, max_steps=7))
+    assert "every_n_epochs=1, but the run has 0 epochs" in caplog.text
+
+
+def test_n1_when_the_first_save_is_due(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning")
+    rules = {"every_n_train_steps": 3, "train_time_interval": timedelta(hours=1)}
+    fit(trainer(ours(tmp_path, **rules), max_steps=4))
+    assert f"checkpoints are saved to {tmp_path}: the first one after step 3 or 1:00:00 from now" in caplog.text
+    caplog.clear()
+    fit(trainer(ours(tmp_path, **rules, every_n_epochs=2)), ckpt_path="last")
+    assert "the first one after step 6 or after 2 epochs or 1:00:00 from now" in caplog.text
+
+
+@pytest.mark.parametrize(
     "rules",
     [
         {"every_n_train_steps": 8},
