@@ -205,6 +205,21 @@ def test_l4_extra_optimizer(strict: bool, tmp_path: Path) -> None:
         plain_run(model=TwoOptimizers)(ours(tmp_path, strict=strict))
 
 
+class WithAdam(Line):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.parametrize("models", [(Line, WithAdam), (WithAdam, Line)], ids=["to Adam", "from Adam"])
+def test_l4_another_optimizer(models: Any, tmp_path: Path) -> None:
+    first, second = models
+    plain_run(model=first)(ours(tmp_path), max_steps=4)
+    changed = second()
+    with pytest.raises(ft.RestoreError, match=r"optimizers: \['(SGD|Adam)'\] when saved, \['(SGD|Adam)'\] now"):
+        plain_run(model=lambda: changed)(ours(tmp_path))
+    assert changed.steps == []
+
+
 def test_l4_dataset_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     says = "train dataloader 0 dataset length: 30 when saved, 38 now"
     plain_run()(ours(tmp_path / "within", keep_last=1), max_steps=4)
