@@ -170,6 +170,11 @@ class Restore:
             checkpoint["optimizer_states"], self._saved["optimizers"], present
         )
         self.report.noted.extend(changed)
+        then, now = self._saved["fingerprint"]["optimizers"], [type(o).__name__ for o in optimizers]
+        if self._strict and then != now:
+            # Now, and not with all other differences: most optimizers fail on a state that is not theirs.
+            self.report.changed.append(f"optimizers: {then} when saved, {now} now")
+            self.report.raise_if_different()
         type(self._trainer.strategy).load_optimizer_state_dict(
             self._trainer.strategy, {**checkpoint, "optimizer_states": states}
         )

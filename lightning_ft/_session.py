@@ -224,6 +224,7 @@ class Session:
         """The first batch is about to be asked for."""
         if self._restore is not None:
             self._restore.epoch_runs()
+            self.news.mark_restart()
             self._restore.close()
             self._restore = None
         self._loaders.note()
@@ -258,8 +259,10 @@ class Session:
             _surprises.check_hyper_parameters(self._trainer)
         if not self._ranks.is_zero:
             return
+        _callbacks.clear_directories_of_others(self._trainer, self._dirpath, self._options)
         if self._start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
+        _surprises.announce_first_save(self._dirpath, self._settings.trigger, _loops.progress(self._trainer))
         _surprises.warn_of_iterator(self._trainer)
         _surprises.warn_of_rare_saves(
             self._trainer, self._settings.trigger, save_on_train_end=self._settings.save_on_train_end
