@@ -117,6 +117,9 @@ def test_an_upload_of_a_killed_process_is_removed_when_it_is_old(s3: Place, monk
     assert sorted(uploads(storage, s3.url)) == left
     assert storage.remove_leftovers(s3.url) == []  # it may be of a living process
     monkeypatch.setattr(_s3, "LEFTOVER_AGE", timedelta(0))
+    other = f"{s3.url}/deeper"  # of a `ModelCheckpoint`
+    assert storage.remove_abandoned(other) == [f"{other}/step=00000003.ckpt"]
+    store.request(other, "create_multipart_upload", **store.place(f"{other}/step=00000003.ckpt"))
     seen: list[events.Event] = []
     stop = events.observe(seen.append)
     try:
