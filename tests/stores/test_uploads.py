@@ -218,6 +218,22 @@ def test_a_store_that_ignores_conditions_is_noticed(s3: Place, poor_s3: Place) -
         assert store.refuses_existing(place.url) is refuses
 
 
+@pytest.mark.needs("rclone")
+@pytest.mark.parametrize("kind", ["s3", "poor_s3"])
+def test_a_name_of_the_run_is_given_once(kind: str, request: pytest.FixtureRequest) -> None:
+    """Two runs write into one directory of a store; on a disk the lock keeps them apart."""
+    place: Place = request.getfixturevalue(kind)
+    storage = Storage(place.options)
+    storage.probe(place.url)
+    path = save(storage, place.url)
+    first = storage.read_manifest(path)[0]
+    with pytest.raises(SaveError, match="there is another checkpoint of this name"):
+        save(storage, place.url, size_bytes=12 * MIB)
+    assert storage.read_manifest(path)[0] == first
+    assert storage.listdir(place.url) == ["step=00000001.ckpt"]
+    assert uploads(storage, place.url) == []
+
+
 def test_other_callbacks_may_write_over_their_own_files(s3: Place) -> None:
     storage = Storage(s3.options)
     storage.probe(s3.url)

@@ -17,11 +17,9 @@ from lightning_ft.discovery import list_checkpoints, verify
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.stores.checkpoints import uploads
-from tests.stores.fixtures import Place, s3, seaweed
+from tests.stores.fixtures import Place
 from tests.trainer import runs
 from tests.trainer import scenarios as s
-
-__all__ = ["s3", "seaweed"]
 
 pytestmark = pytest.mark.needs("s3fs", "weed")
 
