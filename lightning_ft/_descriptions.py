@@ -13,7 +13,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 # More values than any checkpoint has; lists that hold each other many times over would otherwise never end.
 MAX_LEAVES = 2_000_000
@@ -147,7 +147,18 @@ def describe(data: bytes) -> tuple[Any, frozenset[str]]:
         raise DescriptionError(f"{type(error).__name__}: {error}") from error
 
 
-class _Unpickler(pickle.Unpickler):
+# What no pickle of torch has: buffers from outside, the registry of extensions, and sizes that are believed before
+# there are so many bytes.
+_REFUSED = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+
+
+class _Unpickler(pickle._Unpickler):
+    """The one written in Python: that in C takes the memory that a hostile pickle asks for."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code not in {op[0] for op in _REFUSED}
+    }
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, encoding="utf-8")
         self.unknown: set[str] = set()

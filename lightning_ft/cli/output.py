@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 from rich.text import Text
 
 # Of a person who reads twenty lines at night: green is to be relied on, red is not, yellow is to be known.
@@ -52,32 +51,39 @@ class Output:
             print(printable(text))
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[Cell]], right: frozenset[str] = frozenset()) -> None:
-        """A table, for people only. In a pipe: columns of blanks, nothing shortened, no colour."""
+        """Columns, for people only; nothing is ever shortened.
+
+        Where a terminal is too narrow, the last column goes under its line. In a pipe: one line each, no colour.
+        """
         if self.as_json:
             return
         cells = [[(cell, "") if isinstance(cell, str) else cell for cell in row] for row in rows]
-        texts = [[(printable(text), style) for text, style in row] for row in cells]
-        if not self.console.is_terminal:
-            _print_plain(heads, [[text for text, _ in row] for row in texts], right)
-            return
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for number, head in enumerate(heads):
-            last = number == len(heads) - 1
-            table.add_column(head, justify="right" if head in right else "left", no_wrap=not last, overflow="fold")
-        for row in texts:
-            table.add_row(*(Text(text, style=style) for text, style in row))
-        self.console.print(table)
-
-
-def _print_plain(heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[str]) -> None:
-    lines = [heads, *rows]
-    widths = [max(len(line[number]) for line in lines) for number in range(len(heads))]
-    for line in lines:
-        cells = [
-            text.rjust(width) if head in right else text.ljust(width)
-            for text, width, head in zip(line, widths, heads, strict=True)
+        lines = [
+            [(head, "bold") for head in heads],
+            *([(printable(text), style) for text, style in row] for row in cells),
         ]
-        print("  ".join(cells).rstrip())
+        widths = [max(len(line[number][0]) for line in lines) for number in range(len(heads))]
+        folded = self.console.is_terminal and sum(widths) + 2 * (len(widths) - 1) > self.console.width
+        for line in lines:
+            padded = [
+                (text.rjust(width) if head in right else text.ljust(width), style)
+                for (text, style), width, head in zip(line, widths, heads, strict=True)
+            ]
+            if not folded:
+                self._print_cells(padded)
+                continue
+            self._print_cells(padded[:-1])
+            text, style = line[-1]
+            if text and line is not lines[0]:
+                self._print_cells([("   ", ""), (text, style or "dim")])
+
+    def _print_cells(self, cells: Sequence[tuple[str, str]]) -> None:
+        if not self.console.is_terminal:
+            print("  ".join(text for text, _ in cells).rstrip())
+            return
+        text = Text("  ").join(Text(cell, style=style) for cell, style in cells)
+        text.rstrip()
+        self.console.print(text, soft_wrap=True)
 
 
 @contextmanager
