@@ -165,16 +165,17 @@ def check_all(
 ) -> Iterator[Finding]:
     """A finding for each of `paths`, in this order, as they become known; several files are read at once.
 
-    Memory: one chunk per job. Interrupted, it ends after the chunks that are being read.
+    Memory: one chunk per job. Given up before its end, it does not wait for a storage that does not answer: threads
+    that read end after their chunk.
     """
     jobs = jobs or max(1, min(MAX_JOBS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))
     stop = threading.Event()
-    with ThreadPoolExecutor(jobs, thread_name_prefix="lightning-ft-check") as pool:
-        waiting = [pool.submit(check, storage, path, depth, progress, stop) for path in paths]
-        try:
-            for future in waiting:
-                yield future.result()
-        finally:
-            stop.set()
-            for future in waiting:
-                future.cancel()
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="lightning-ft-check")
+    finished = False
+    try:
+        for future in [pool.submit(check, storage, path, depth, progress, stop) for path in paths]:
+            yield future.result()
+        finished = True
+    finally:
+        stop.set()
+        pool.shutdown(wait=finished, cancel_futures=True)

@@ -15,6 +15,7 @@ __all__ = ["main", "run"]
 
 # Of the extra `cli`; `lightning_ft.cli.exits` has the other codes, and is checked to agree.
 _NOT_INSTALLED = 6
+_INTERRUPTED = 130
 _OUTPUT_CLOSED = 141
 
 
@@ -26,11 +27,15 @@ def main() -> None:
     except BrokenPipeError:
         code = _OUTPUT_CLOSED
     except KeyboardInterrupt:
-        code = 130
+        code = _INTERRUPTED
     if code == _OUTPUT_CLOSED:
         # What is left in the buffer would be tried once more at exit, and complained about.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if code == _INTERRUPTED:
+        # Without waiting for threads that read from a storage that does not answer, which `sys.exit` would do.
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -85,11 +85,15 @@ def list_checkpoints(
         total = sum(storage.size(path) for path in checkpoint_paths(storage, dirpath) if storage.is_file(path))
     with progress_bar("reading", total, as_json or verify is Depth.SIZE) as progress:
         found = survey(dirpath, verify.value, chosen, progress)
-    _answer(Output(as_json), found, datetime.now(timezone.utc))
+    _answer(Output(as_json), found, _now())
     checkpoints = [row for row in found.rows if row.state not in _LEFTOVERS]
     if not checkpoints:
         return Code.NOTHING
     return Code.BAD if found.outcome == "fails" or any(row.bad for row in checkpoints) else Code.FINE
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
 
 
 def _answer(output: Output, found: Survey, now: datetime) -> None:

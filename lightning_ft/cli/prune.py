@@ -87,10 +87,14 @@ def prune(
         output.line()
         output.line("Nothing was deleted: --dry-run." if dry_run else "There is nothing to delete.", "bold")
         return Code.FINE
-    if not yes and not typer.confirm(f"\nDelete {count(len(plan.to_delete), 'checkpoint')}?"):
+    if not yes and not _agreed(f"\nDelete {count(len(plan.to_delete), 'checkpoint')}?"):
         output.line("Nothing was deleted.", "bold")
         return Code.BAD
     return _delete(output, plan, retention, verify, chosen, asked=not yes)
+
+
+def _agreed(question: str) -> bool:
+    return typer.confirm(question)
 
 
 def _plan(dirpath: str, retention: Retention, verify: Depth, chosen: dict[str, Any], as_json: bool) -> Pruning:
