@@ -31,7 +31,7 @@ Progress = Callable[[int], None]
 DCP_METADATA = ".metadata"
 SUFFIXES = (".ckpt", ".safetensors")
 # How Lightning names the number of batches trained, among its loops.
-_BATCHES = ("loops", "fit_loop", "epoch_loop.batch_progress", "total", "completed")
+_BATCHES = ("loops", "fit_loop", "epoch_loop.batch_progress", "total", "processed")
 
 
 def consolidate(storage: Storage, source: str, target: str, progress: Progress) -> Manifest | None:
@@ -129,11 +129,15 @@ def load_shards(storage: Storage, source: str) -> dict[str, Any]:
     if not storage.exists(join(source, DCP_METADATA)):
         raise CheckpointError(f"{source} is neither a checkpoint file nor a sharded one: it has no {DCP_METADATA}")
     from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         checkpoint = _load_distributed_checkpoint(Path(source))
-    except Exception as error:  # torch raises anything for shards that are missing or cut off
-        raise CorruptCheckpointError(source, f"its shards cannot be read: {type(error).__name__}: {error}") from error
+    # torch raises anything for shards that are missing or cut off, and its own class is no `Exception`.
+    except (Exception, CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = f"its shards cannot be read: {type(cause).__name__}: {cause}"
+        raise CorruptCheckpointError(source, reason) from error
     # As `lightning.pytorch.utilities.consolidate_checkpoint` does for what its FSDP strategy wrote.
     if "model" in checkpoint and "state_dict" not in checkpoint:
         checkpoint["state_dict"] = checkpoint.pop("model")

@@ -65,6 +65,8 @@ def plan_pruning(
     newest = selection.chosen
     assert newest.manifest is not None
     run_id = newest.manifest.run_id
+    reasons = dict(selection.passed_over)
+    infos = [replace(info, problem=info.problem or reasons.get(info.path)) for info in infos]
     judged, decisions = _judge(storage, infos, retention, run_id, newest.path, depth, progress)
     return Pruning(dirpath, newest, tuple(decisions), {info.path: info for info in judged})
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from lightning_ft import discovery
 from lightning_ft._check import Finding, check_all
 from lightning_ft._fallback import last_of_others
+from lightning_ft._holder import holder
 from lightning_ft._names import SUFFIX, is_local, join, normalise, parse_leftover
 from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.storage import Storage
@@ -23,11 +24,12 @@ Outcome = Literal["resumes", "starts_fresh", "fails"]
 Depth = Literal["size", "full"]
 
 _LEFTOVERS = {
-    "attempt": "left by a save that was killed, or still being written; removed at the next start",
+    "attempt": "left by a save that was killed; removed at the next start",
     "deleted": "left by a deletion that was killed; removed at the next start",
     "probe": "left by the test write at start; removed at the next start",
 }
 _LOOKS_AGAIN = 3
+_PARTS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Survey:
     why: str
     passed_over: tuple[tuple[str, str], ...]
     """What it looks at before and cannot use, with the reasons."""
+    in_use_by: str | None
+    """The process that writes there now, None if there is none or nobody can tell."""
 
 
 def survey(
@@ -104,7 +108,9 @@ def survey(
     rows = [_row(info, findings.get(info.path), taken, selection, reasons) for info in infos]
     rows = [row for row in rows if row.state != "missing"]  # rotated away since it was listed
     why = _why(selection, taken, outcome, reasons)
-    return Survey(dirpath, depth, (*rows, *_leftovers(storage, dirpath)), outcome, taken, why, passed_over)
+    in_use_by = holder(dirpath)
+    leftovers = _leftovers(storage, dirpath, in_use_by)
+    return Survey(dirpath, depth, (*rows, *leftovers), outcome, taken, why, passed_over, in_use_by)
 
 
 def _look(
@@ -133,7 +139,12 @@ def _row(
         # The state that a finding has for a directory is about single files; here it is somebody else's checkpoint.
         state = "foreign" if finding.state == "directory" else finding.state
         manifest = finding.manifest or info.manifest
-        row = Row(info.path, info.name, state, finding.size_bytes or info.size_bytes, manifest, finding.problem or "")
+        note = finding.problem or ""
+        parts = ", ".join(damage.part for damage in finding.damages[:_PARTS_SHOWN] if damage.reason != note)
+        row = Row(
+            info.path, info.name, state, finding.size_bytes or info.size_bytes, manifest,
+            f"{note} (in {parts})" if parts else note,
+        )  # fmt: skip
     if info.path == taken:
         return replace(row, taken=True, note=row.note or 'ckpt_path="last" takes this one')
     if row.note:
@@ -168,7 +179,7 @@ def _why(selection: discovery.Selection, taken: str | None, outcome: Outcome, re
     return f"the newest of the newest run{passed}: start {manifest.start}, batch {manifest.batch}, step {manifest.step}"
 
 
-def _leftovers(storage: Storage, dirpath: str) -> list[Row]:
+def _leftovers(storage: Storage, dirpath: str, in_use_by: str | None) -> list[Row]:
     rows = []
     for name in storage.listdir(dirpath):
         leftover = parse_leftover(name)
@@ -181,7 +192,10 @@ def _leftovers(storage: Storage, dirpath: str) -> list[Row]:
             if is_local(path) and not os.path.lexists(path):
                 continue  # finished, or removed, since it was listed
             size_bytes = 0  # a directory
-        rows.append(Row(path, name, leftover.kind, size_bytes, None, _LEFTOVERS[leftover.kind]))
+        note = _LEFTOVERS[leftover.kind]
+        if in_use_by is not None:
+            note = "perhaps of the training that is running; else it goes at the next start"
+        rows.append(Row(path, name, leftover.kind, size_bytes, None, note))
     return rows
 
 

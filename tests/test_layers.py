@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lightning_ft"
 
 LAYERS: dict[int, str] = {
     0: "errors events _names",
-    1: "manifest _archive _direct _attempt _threaded_file storage _lock _descriptions _contents",
+    1: "manifest _archive _direct _attempt _threaded_file storage _lock _holder _descriptions _contents",
     2: "discovery retention triggers rotation _damage _check _fallback _survey _pruning",
     3: "_engine _serialise _staging _lanes _plan _layout _buffers _copies _skeleton _weights_only _optimizer_steps "
     "_rng _digest _dist _tensors _difference _order _tracked dataloading state guards",

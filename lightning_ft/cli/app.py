@@ -67,6 +67,8 @@ def invoke(args: Sequence[str]) -> int:
         return int(failure.code)
     except typer.Abort:
         return int(Code.INTERRUPTED)
+    except SystemExit:  # how typer ends where it cannot print the help
+        return int(Code.OUTPUT_CLOSED)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

@@ -33,8 +33,8 @@ a sharded directory of Lightning or    saved anew (**)         weights (**)
      pickle in .metadata, so do it only with what you trust
 
 \b
-A new manifest makes the file verify itself; ckpt_path="last" does not take it.
-Damaged input is refused. OUT appears whole or not at all.
+A new manifest makes the file verify itself; ckpt_path="last" does not take
+it. Damaged input is refused. OUT appears whole or not at all.
 
 \b
 Examples:
@@ -47,8 +47,9 @@ JSON:
   source, target, size_bytes, manifest (null for .safetensors)
 
 \b
-Exit code: 0 if OUT is there; 1 if FROM is damaged or no checkpoint; 2 if OUT
-exists, without --force; 3 if there is no FROM; 6 if a package is missing.
+Exit code: 0 if OUT is there; 1 if FROM is damaged or no checkpoint; 2 if
+OUT exists, without --force; 3 if there is no FROM; 6 if a package is
+missing.
 """
 
 

@@ -26,8 +26,8 @@ def add_to(app: typer.Typer) -> None:
 
 EPILOG = """\b
 Compared is what the files hold, bit for bit, and not their manifests; what
-names a save (generation, run, start, parent, reason) is left out. 0.0 and -0.0
-differ. Relative: the difference divided by the larger magnitude.
+names a save (generation, run, start, parent, reason) is left out. 0.0 and
+-0.0 differ. Relative: the difference divided by the larger magnitude.
 
 \b
 Examples:
@@ -42,8 +42,8 @@ JSON:
   elements; a, b, differing, numel, max_abs, max_rel, not_finite]
 
 \b
-Exit code: 0 if they are equal, 1 if they differ or one is damaged, 3 if there is
-no such file, 6 without torch. All: lightning-ft --help
+Exit code: 0 if they are equal, 1 if they differ or one is damaged, 3 if
+there is no such file, 6 without torch. All: lightning-ft --help
 """
 
 

@@ -49,12 +49,13 @@ Examples:
 JSON:
   dirpath, depth, checkpoints: [path, name, state, note, taken, size_bytes,
   age_secs, manifest: null or the keys of FORMAT.md], leftovers: [path, name,
-  state, note, size_bytes], last: {outcome: resumes, starts_fresh or fails,
-  path, why, passed_over: [path, reason]}
+  state, note, size_bytes], in_use_by: null or a process, last: {outcome:
+  resumes, starts_fresh or fails, path, why, passed_over: [path, reason]}
 
 \b
-Exit code: 0 if "last" has something to take and nothing is broken; 1 if a file
-is broken or "last" fails; 3 if there is no checkpoint. All: lightning-ft --help
+Exit code: 0 if "last" has something to take and nothing is broken; 1 if a
+file is broken or "last" fails; 3 if there is no checkpoint. All: lightning-
+ft --help
 """
 
 
@@ -111,14 +112,20 @@ def _answer(output: Output, found: Survey, now: datetime) -> None:
         depth=found.depth,
         checkpoints=[_entry(row, now) for row in checkpoints],
         leftovers=[_leftover(row) for row in leftovers],
+        in_use_by=found.in_use_by,
         last=last,
     )
     held = f" and {count(len(leftovers), 'leftover')}" if leftovers else ""
     output.line(f"{found.dirpath}: {count(len(checkpoints), 'checkpoint')}{held}", "bold")
-    if found.rows:
-        output.line()
-        output.table(_HEADS, [_cells(row, now) for row in found.rows], _RIGHT)
+    if found.in_use_by is not None:
+        output.line(f"In use: {found.in_use_by} writes here.", "yellow")
     output.line()
+    if checkpoints:
+        output.table(_HEADS, [_cells(row, now) for row in checkpoints], _RIGHT)
+        output.line()
+    if leftovers:
+        output.table(("leftover", "size", "state", "note"), [_leftover_cells(row) for row in leftovers], _RIGHT)
+        output.line()
     for text, style in _verdict(found):
         output.line(text, style)
 
@@ -134,7 +141,7 @@ def _verdict(found: Survey) -> list[tuple[str, str]]:
         lines.append((f'ckpt_path="last" fails: {found.why}. Repair them or move them away.', "bold red"))
     lines += [(f"  passed over: {split(path)[1]}: {reason}", "yellow") for path, reason in found.passed_over]
     if found.depth == "size" and found.outcome == "resumes":
-        lines.append(("Its data were not read here, as a restart does; --verify full reads every file.", "dim"))
+        lines.append(("Its data were not read here; the restart will. --verify full reads every file now.", "dim"))
     return lines
 
 
@@ -153,6 +160,10 @@ def _cells(row: Row, now: datetime) -> list[Any]:
         (row.state, STYLE_OF_STATE[row.state]),
         row.note,
     ]
+
+
+def _leftover_cells(row: Row) -> list[Any]:
+    return [row.name, size(row.size_bytes), (row.state, STYLE_OF_STATE[row.state]), row.note]
 
 
 def _entry(row: Row, now: datetime) -> dict[str, Any]:

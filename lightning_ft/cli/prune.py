@@ -24,13 +24,14 @@ def add_to(app: typer.Typer) -> None:
 
 
 EPILOG = """\b
-What is never deleted: the checkpoint that a restart would take; a file that is
-broken or cannot be read; a file of plain Lightning, of another tool, under a
-name of your own, or of another run than the newest. Only what was read and
-found good counts among the N to keep, so N good ones stay if there are N.
+What is never deleted: the checkpoint that a restart would take; a file that
+is broken or cannot be read; a file of plain Lightning, of another tool,
+under a name of your own, or of another run than the newest. Only what was
+read and found good counts among the N to keep, so N good ones stay if there
+are N.
 
-A directory in which a training runs is refused. Object stores have no locks:
-there, see to it yourself that none does.
+A directory in which a training runs is refused. Object stores have no
+locks: there, see to it yourself that none does.
 
 \b
 Examples:
@@ -44,10 +45,10 @@ JSON:
   [path], freed_bytes, failed: [path, reason]
 
 \b
-Exit code: 0 if nothing is left to delete (with --dry-run: said what would be);
-1 if no checkpoint is good, a file could not be deleted, or you said no; 3 if
-there is no checkpoint of ours; 4 if a training uses the directory. All:
-lightning-ft --help
+Exit code: 0 if nothing is left to delete (with --dry-run: said what would
+be); 1 if no checkpoint is good, a file could not be deleted, or you said
+no; 3 if there is no checkpoint of ours; 4 if a training uses the directory.
+All: lightning-ft --help
 """
 
 
@@ -149,7 +150,8 @@ def _show(output: Output, plan: Pruning) -> None:
         word = "keep" if decision.keep else "delete"
         info = plan.infos[decision.path]
         step = str(info.manifest.step) if info.manifest is not None else "-"
-        rows.append([(word, STYLE_OF_STATE[word]), info.name, step, size(info.size_bytes), decision.why])
+        held = size(info.size_bytes) if info.size_bytes else "-"
+        rows.append([(word, STYLE_OF_STATE[word]), info.name, step, held, decision.why])
     output.table(("", "file", "step", "size", "why"), rows, frozenset({"step", "size"}))
     output.line()
     total = sum(plan.size_bytes(path) for path in plan.to_delete)

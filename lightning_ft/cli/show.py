@@ -25,15 +25,16 @@ def add_to(app: typer.Typer) -> None:
 
 
 EPILOG = """\b
-Objects of classes that are not plain data appear as <module.Class>: the class is
-not imported. Sizes count each storage once, at the first key that holds it.
+Objects of classes that are not plain data appear as <module.Class>: the
+class is not imported. Sizes count each storage once, at the first key that
+holds it.
 
 \b
 Examples:
   lightning-ft show runs/1/step=00001000.ckpt
   lightning-ft show runs/1/step=00001000.ckpt --values
   lightning-ft show s3://bucket/run1/step=00001000.ckpt --only state_dict
-  lightning-ft show epoch=3.ckpt --json | jq '.tensors | map(.size_bytes) | add'
+  lightning-ft show epoch=3.ckpt --json | jq '.tensors[].name'
 
 \b
 JSON:
@@ -42,8 +43,8 @@ JSON:
   record], values: [name, value] (with --values), placeholders: [name]
 
 \b
-Exit code: 0 if it could be read; 1 if it is damaged where it was read (for the
-whole of it: lightning-ft verify); 3 if there is no such file.
+Exit code: 0 if it could be read; 1 if it is damaged where it was read (for
+the whole of it: lightning-ft verify); 3 if there is no such file.
 """
 
 
@@ -148,11 +149,11 @@ def _facts(contents: Contents) -> list[list[str]]:
         ["cost", _pairs({name: round(value, 4) for name, value in manifest.metrics.items()})],
         ["digest", f"{manifest.digest} of {manifest.size_bytes} bytes"],
     ]  # fmt: skip
-    return facts
+    return [fact for fact in facts if fact[1]]
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items()) or "-"
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _totals(contents: Contents) -> list[dict[str, Any]]:

@@ -24,10 +24,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 EPILOG = """\b
-What is compared: a checkpoint of ours with the digest in its manifest; a file
-of plain Lightning, state "foreign", with the checksums of its zip archive (that
-it was saved completely nothing can tell). Of a damaged file the records are
-checked one by one, and the tensors in them are named.
+What is compared: a checkpoint of ours with the digest in its manifest; a
+file of plain Lightning, state "foreign", with the checksums of its zip
+archive (that it was saved completely nothing can tell). Of a damaged file
+the records are checked one by one, and the tensors in them are named.
 
 \b
 Examples:
@@ -42,8 +42,8 @@ JSON:
   record, offset, size_bytes, reason]], counts: {STATE: number}
 
 \b
-Exit code: 0 if nothing is bad; 1 if a file is broken, unreadable or for a newer
-version; 3 if there is nothing to verify. All: lightning-ft --help
+Exit code: 0 if nothing is bad; 1 if a file is broken, unreadable or for a
+newer version; 3 if there is nothing to verify. All: lightning-ft --help
 """
 
 
