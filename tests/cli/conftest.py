@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,22 @@ def data_offset(path: Path, record: str) -> int:
         info = next(i for i in archive.infolist() if i.filename.partition("/")[2] == record)
         head = path.read_bytes()[info.header_offset : info.header_offset + 30]
         return info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+
+
+@contextmanager
+def holding(dirpath: Path) -> Iterator[int]:
+    """Another process, whose number this is, holds the lock of the directory as a training does."""
+    code = (
+        "import sys; from lightning_ft._lock import DirectoryLock\n"
+        "DirectoryLock(sys.argv[1]).acquire(); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(dirpath)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        yield holder.pid
+    finally:
+        holder.communicate()

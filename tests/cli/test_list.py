@@ -14,7 +14,7 @@ import lightning_ft
 from lightning_ft import _choose
 from lightning_ft._names import attempt_name, deleted_name
 from lightning_ft.errors import NoUsableCheckpointError
-from tests.cli.conftest import Answer, cut, data_offset, flip, step
+from tests.cli.conftest import Answer, cut, data_offset, flip, holding, step
 from tests.trainer import runs
 
 Ft = Callable[..., Answer]
@@ -79,6 +79,17 @@ def test_leftovers_are_shown_and_only_ours(ft: Ft, run_dir: Path) -> None:
     assert "5 checkpoints and 2 leftovers" in text
     assert "save that was killed" in text
     assert "notes.txt" not in text
+
+
+def test_a_running_training_is_seen_and_not_disturbed(ft: Ft, run_dir: Path) -> None:
+    (run_dir / attempt_name("step=00000010.ckpt", "0" * 16)).write_bytes(b"x")
+    with holding(run_dir) as process:
+        answer = ft("list", run_dir, "--json")
+        assert answer.json["in_use_by"].startswith(f"process {process} on ")
+        assert "perhaps of the training" in answer.json["leftovers"][0]["note"]
+        assert f"In use: process {process} on " in ft("list", run_dir).out
+        assert ft("prune", run_dir, "--keep-last", "1", "--yes").code == 4  # still held
+    assert ft("list", run_dir, "--json").json["in_use_by"] is None
 
 
 def test_foreign_ones_are_marked(ft: Ft, run_dir: Path, plain_dir: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 import lightning_ft
 from lightning_ft.cli import prune
-from tests.cli.conftest import Answer, cut, data_offset, environment, flip, program, step
+from tests.cli.conftest import Answer, cut, data_offset, flip, holding, program, step
 from tests.trainer import runs
 
 Ft = Callable[..., Answer]
@@ -104,26 +103,12 @@ def test_bad_arguments(ft: Ft, run_dir: Path, arguments: list[str]) -> None:
 
 
 def test_a_directory_in_use_is_refused(ft: Ft, run_dir: Path) -> None:
-    holder = subprocess.Popen(
-        [
-            sys.executable, "-c",
-            "import sys; from lightning_ft._lock import DirectoryLock\n"
-            "DirectoryLock(sys.argv[1]).acquire(); print('held', flush=True); sys.stdin.read()",
-            str(run_dir),
-        ],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    try:
-        assert holder.stdout.readline() == "held\n"
+    with holding(run_dir) as process:
         answer = ft("prune", run_dir, "--keep-last", 1, "--yes")
         assert answer.code == 4
-        assert f"process {holder.pid}" in answer.err
+        assert f"process {process}" in answer.err
         assert ours(run_dir) == [2, 4, 6, 8]
         assert ft("prune", run_dir, "--keep-last", 1, "--dry-run").code == 0  # only looks
-    finally:
-        holder.communicate()
     assert ft("prune", run_dir, "--keep-last", 1, "--yes").code == 0
 
 
