@@ -9,7 +9,7 @@ import typer
 
 from lightning_ft._consolidate import SUFFIXES, consolidate
 from lightning_ft.cli import options
-from lightning_ft.cli.exits import Code, Failure, reported
+from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
 from lightning_ft.cli.output import Output, progress_bar, size
 from lightning_ft.storage import Storage
@@ -68,8 +68,7 @@ def consolidate_(
     target = options.location(target, chosen, "OUT")
     if not target.endswith(SUFFIXES):
         raise typer.BadParameter(f"{target} ends in neither {' nor '.join(SUFFIXES)}", param_hint="OUT")
-    if not storage.exists(source):
-        raise Failure(f"FROM: there is no {source}", Code.NOTHING)
+    options.existing(storage, source, "FROM")
     if storage.exists(target) and not force:
         raise typer.BadParameter(f"{target} exists; --force replaces it", param_hint="OUT")
     with progress_bar("reading", None, as_json) as progress:

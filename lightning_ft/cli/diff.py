@@ -9,7 +9,7 @@ import typer
 from lightning_ft._contents import Contents
 from lightning_ft._descriptions import TensorDescription
 from lightning_ft.cli import options
-from lightning_ft.cli.exits import Code, Failure, reported
+from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
 from lightning_ft.cli.output import Output, count, progress_bar
 from lightning_ft.cli.show import jsonable, short
@@ -68,8 +68,7 @@ def diff(
     paths = []
     for argument, url in (("A", a), ("B", b)):
         path = options.location(url, chosen, argument)
-        if not storage.exists(path):
-            raise Failure(f"{argument}: there is no {path}", Code.NOTHING)
+        options.existing(storage, path, argument, "file")
         if not storage.is_file(path):
             raise typer.BadParameter(f"{path} is a directory, and a checkpoint file is needed", param_hint=argument)
         paths.append(path)

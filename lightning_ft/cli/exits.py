@@ -118,7 +118,7 @@ def message_of(error: Exception) -> str:
     if isinstance(error, (Failure, FaultToleranceError)):
         return " ".join(str(error).split("\n"))
     if isinstance(error, FileNotFoundError):
-        return f"there is no {error.filename or error}"
+        return f"there is no {error.filename or error} any more"
     return " ".join(f"{type(error).__name__}: {error}".split("\n"))
 
 

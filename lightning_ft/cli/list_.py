@@ -11,7 +11,7 @@ import typer
 from lightning_ft._names import split
 from lightning_ft._survey import Row, Survey, age_secs, checkpoint_paths, survey
 from lightning_ft.cli import options
-from lightning_ft.cli.exits import Code, Failure, reported
+from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
 from lightning_ft.cli.output import STYLE_OF_STATE, Output, age, count, progress_bar, size
 from lightning_ft.storage import Storage
@@ -79,8 +79,7 @@ def list_checkpoints(
     chosen = options.storage_options(storage_option)
     dirpath = options.location(url, chosen, "URL")
     storage = Storage(chosen)
-    if not storage.exists(dirpath):
-        raise Failure(f"URL: there is no directory {dirpath}", Code.NOTHING)
+    options.existing(storage, dirpath, "URL", "directory")
     total = None
     if verify is Depth.FULL:
         total = sum(storage.size(path) for path in checkpoint_paths(storage, dirpath) if storage.is_file(path))

@@ -11,6 +11,7 @@ import typer
 
 from lightning_ft._names import is_local, normalise
 from lightning_ft.cli.exits import Code, Failure
+from lightning_ft.storage import Storage
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="One JSON document on stdout and nothing else; its keys are stable.")
@@ -83,3 +84,22 @@ def location(path: str, options: dict[str, Any], argument: str) -> str:
         hint = "--storage-option" if options else argument
         raise typer.BadParameter(f"{path}: {type(error).__name__}: {error}", param_hint=hint) from error
     return path
+
+
+def existing(storage: Storage, path: str, argument: str, what: str = "file or directory") -> None:
+    """There is something at `path`; the storage was asked, and answered.
+
+    Raises:
+        Failure: There is nothing, or no answer.
+        typer.BadParameter: The file system does not take the options, which some say at their first use only.
+    """
+    try:
+        if storage.exists(path):
+            return
+    except TypeError as error:
+        if not storage.storage_options:
+            raise
+        raise typer.BadParameter(f"{path}: {error}", param_hint="--storage-option") from error
+    except Exception as error:  # stores have errors of their own classes
+        raise Failure(f"{argument} {path}: {type(error).__name__}: {error}", Code.STORAGE) from error
+    raise Failure(f"{argument}: there is no {what} {path}", Code.NOTHING)

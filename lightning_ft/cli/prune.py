@@ -75,8 +75,7 @@ def prune(
     retention = Retention(keep_last, keep_every_n_train_steps)
     storage = Storage(chosen)
     output = Output(as_json)
-    if not storage.exists(dirpath):
-        raise Failure(f"URL: there is no directory {dirpath}", Code.NOTHING)
+    options.existing(storage, dirpath, "URL", "directory")
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise typer.BadParameter("nobody can be asked here: --yes or --dry-run is needed", param_hint="--yes")
     plan = _plan(dirpath, retention, verify, chosen, as_json)

@@ -10,7 +10,7 @@ import typer
 from lightning_ft._contents import Contents, read_contents
 from lightning_ft._descriptions import Name, Placeholder, StorageDescription, TensorDescription, dotted
 from lightning_ft.cli import options
-from lightning_ft.cli.exits import Code, Failure, reported
+from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
 from lightning_ft.cli.output import Output, count, size
 from lightning_ft.storage import Storage
@@ -65,8 +65,7 @@ def show(
     chosen = options.storage_options(storage_option)
     path = options.location(url, chosen, "FILE")
     storage = Storage(chosen)
-    if not storage.exists(path):
-        raise Failure(f"FILE: there is no {path}", Code.NOTHING)
+    options.existing(storage, path, "FILE", "file")
     if not storage.is_file(path):
         raise typer.BadParameter(f"{path} is a directory: lightning-ft list shows its checkpoints", param_hint="FILE")
     contents = read_contents(storage, path)
@@ -146,7 +145,7 @@ def _facts(contents: Contents) -> list[list[str]]:
         ["continues", manifest.parent or "nothing: the run began here"],
         ["topology", _pairs(manifest.topology)],
         ["written by", _pairs(manifest.versions)],
-        ["cost", _pairs({name: round(value, 4) for name, value in manifest.metrics.items()})],
+        ["cost", ", ".join(f"{n[:-5]} {v * 1000:.1f} ms" for n, v in manifest.metrics.items() if n.endswith("_secs"))],
         ["digest", f"{manifest.digest} of {manifest.size_bytes} bytes"],
     ]  # fmt: skip
     return [fact for fact in facts if fact[1]]

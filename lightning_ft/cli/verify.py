@@ -68,8 +68,7 @@ def verify(
     listed: set[str] = set()
     for url in urls:
         path = options.location(url, chosen, "URL")
-        if not storage.exists(path):
-            raise Failure(f"URL: there is no {path}", Code.NOTHING)
+        options.existing(storage, path, "URL")
         if storage.is_file(path):
             paths.append(path)
             continue

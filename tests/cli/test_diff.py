@@ -128,7 +128,7 @@ def test_damage_is_no_difference(ft: Ft, run_dir: Path) -> None:
 
 def test_bad_arguments(ft: Ft, run_dir: Path, tmp_path: Path) -> None:
     answer = ft("diff", step(run_dir, 4), tmp_path / "x.ckpt")
-    assert (answer.code, answer.err) == (3, f"lightning-ft diff: B: there is no {tmp_path / 'x.ckpt'}\n")
+    assert (answer.code, answer.err) == (3, f"lightning-ft diff: B: there is no file {tmp_path / 'x.ckpt'}\n")
     assert ft("diff", run_dir, step(run_dir, 4)).code == 2
     assert ft("diff", step(run_dir, 4)).code == 2
 

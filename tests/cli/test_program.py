@@ -23,6 +23,7 @@ import lightning_ft
 from lightning_ft import cli
 from lightning_ft.cli import list_, options
 from lightning_ft.cli.exits import Code
+from lightning_ft.storage import Storage
 from tests.cli.conftest import ROOT, Answer, environment, flip, program, step
 
 Ft = Callable[..., Answer]
@@ -136,6 +137,28 @@ def test_a_storage_that_refuses_is_one_line(ft: Ft, run_dir: Path, monkeypatch: 
         answer = ft("list", run_dir)
         assert answer.code == Code.STORAGE
         assert answer.err.count("\n") == 1
+
+
+def test_a_storage_that_does_not_answer_is_named(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndpointError(Exception):
+        """Of a client of an object store."""
+
+    def fails(error: Exception) -> Callable[..., Any]:
+        def exists(self: Storage, path: str) -> bool:
+            raise error
+
+        return exists
+
+    monkeypatch.setattr(Storage, "exists", fails(EndpointError("cannot\nconnect")))
+    for args in (["list"], ["verify"], ["show"], ["prune", "--keep-last", 1, "-y"]):
+        answer = ft(*args, "memory://run")
+        assert answer.code == Code.STORAGE
+        word = "FILE" if args == ["show"] else "URL"
+        assert answer.err == f"lightning-ft {args[0]}: {word} memory://run: EndpointError: cannot connect\n"
+    # Some file systems look at their options when they are first used.
+    monkeypatch.setattr(Storage, "exists", fails(TypeError("unexpected keyword argument 'x'")))
+    answer = ft("list", "memory://run", "--storage-option", "x=1")
+    assert (answer.code, answer.err.count("\n")) == (Code.USAGE, 1)
 
 
 def test_a_bug_shows_where_it_is(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
