@@ -167,8 +167,16 @@ def test_a_bug_shows_where_it_is(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_hears_nothing(run_dir: Path) -> None:
-    for args in (["list", run_dir], ["list", run_dir, "--json"], ["--help"]):
+def large_answer(place: Path) -> list[Any]:
+    """Arguments of a call whose answer is more than a pipe holds."""
+    path = place / "x.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(list(range(50_000))))
+    return ["show", path, "--json", "--values"]
+
+
+def test_a_reader_that_goes_away_hears_nothing(run_dir: Path, tmp_path: Path) -> None:
+    for args in (["list", run_dir], ["list", run_dir, "--json"], ["--help"], large_answer(tmp_path)):
         reads, writes = os.pipe()
         os.close(reads)
         try:
@@ -182,10 +190,7 @@ def test_a_reader_that_goes_away_hears_nothing(run_dir: Path) -> None:
 
 
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(list(range(50_000))))
-    command = [sys.executable, "-m", "lightning_ft", "show", str(path), "--json", "--values"]
+    command = [sys.executable, "-m", "lightning_ft", *map(str, large_answer(tmp_path))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
     assert process.stdout is not None
     assert process.stderr is not None
@@ -299,6 +304,8 @@ def test_on_a_terminal_there_is_colour_and_nothing_is_shortened(frozen: Path) ->
     for part in ("step=00000010.ckpt", "unverified", "truncated or not a zip archive", "left by a save"):
         assert part in plain
     assert "…" not in plain
+    # Where the terminal is too narrow, the note has a line of its own.
+    assert "\n     truncated or not a zip archive" in plain
 
 
 def test_json_is_ascii_and_one_document(ft: Ft, run_dir: Path) -> None:

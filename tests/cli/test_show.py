@@ -7,6 +7,7 @@ import os
 import pathlib
 import pickle
 import random
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -188,7 +189,6 @@ def tampered(*, pickled: bytes) -> bytes:
     return buffer.getvalue()
 
 
-REACHES_INTO_A_FUNCTION = b"ctorch._utils\n_rebuild_tensor_v2\n(N}(S'__defaults__'\nNdtb."
 HOLDS_ITSELF = b"(lp0\ng0\na."
 WIDE = b"]q\0" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + b"."
 
@@ -197,7 +197,7 @@ WIDE = b"]q\0" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + 
     "data",
     [
         b"", b".", b"garbage", b"\x80\x04.", b"\x96\xff\xff\xff\xff\xff\xff\xff\x7f.", b"r\xff\xff\xff\x7f.",
-        b"]r\xff\xff\xff\x7f.x", REACHES_INTO_A_FUNCTION, b"(S'storage'\nNtQ.", b"\x82\x01.",
+        b"]r\xff\xff\xff\x7f.x", b"(S'storage'\nNtQ.", b"\x82\x01.",
     ],
 )  # fmt: skip
 def test_hostile_pickles_are_errors_or_plain_values(ft: Ft, tmp_path: Path, data: bytes) -> None:
@@ -206,6 +206,48 @@ def test_hostile_pickles_are_errors_or_plain_values(ft: Ft, tmp_path: Path, data
     answer = ft("show", path)
     assert answer.code in (0, 1)
     assert answer.err.count("\n") == (1 if answer.code else 0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"ctorch._utils\n_rebuild_tensor_v2\n(N(S'__defaults__'\nNdtb.",
+        b"ctorch\nfloat32\n}S'qualified'\nS'x'\nsb.",
+        b"(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI1\ntQ}S'numel'\nS'x'\nsb.",
+    ],
+    ids=["a function", "a name", "a storage"],
+)
+def test_what_was_checked_cannot_be_changed_afterwards(data: bytes) -> None:
+    with pytest.raises(DescriptionError, match="a state for a"):
+        describe(data)
+
+
+def test_sizes_are_not_believed() -> None:
+    tracemalloc.start()
+    with pytest.raises(DescriptionError):
+        describe(b"\x96" + (1 << 30).to_bytes(8, "little") + b".")
+    with pytest.raises(DescriptionError):
+        describe(b"]r\xff\xff\xff\x7f")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_record_that_is_too_small_for_its_tensor(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(100)}, tmp_path / "x.ckpt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.ckpt") as whole,
+        zipfile.ZipFile(tmp_path / "forged.ckpt", "w") as forged,
+    ):
+        for info in whole.infolist():
+            data = whole.read(info)
+            forged.writestr(info.filename, data[:8] if info.filename.endswith("data/0") else data)
+    contents = read_contents(Storage(), str(tmp_path / "forged.ckpt"))
+    with (
+        pytest.raises(CorruptCheckpointError, match="too few for a tensor of shape"),
+        TensorReader(Storage(), contents) as reader,
+    ):
+        reader.read(contents.tensors[0][1])
 
 
 @pytest.mark.parametrize("data", [HOLDS_ITSELF, WIDE], ids=["holds itself", "2 to the power of 60 values"])
