@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 
 import xxhash
 
-from lightning_ft._contents import read_tail
+from lightning_ft._contents import has_checksums, opened, read_tail
 from lightning_ft._damage import CHUNK_BYTES, Damage, locate
 from lightning_ft._names import normalise, split
 from lightning_ft.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
@@ -33,8 +33,8 @@ class Finding:
     """What one file is.
 
     `state`: "good" (every byte as written), "unverified" (manifest and size are right, its data were not read),
-    "foreign" (no manifest of ours; to depth "full", its records match their own checksums), "broken", "newer" (for a
-    later version of this package), "unreadable" (the storage refused), "missing", "directory".
+    "foreign" (no manifest of ours; to depth "full", its records match their own checksums, if it has any), "broken",
+    "newer" (for a later version of this package), "unreadable" (the storage refused), "missing", "directory".
     """
 
     path: str
@@ -126,13 +126,15 @@ def _judge(
     if depth == "size":
         state: State = "foreign" if manifest is None else "unverified"
         return Finding(path, name, state, size_bytes, manifest, None)
+    checksums = _has_checksums(file, path)
     if manifest is not None:
         if _digest(file, manifest.size_bytes, progress) == manifest.digest:
             return Finding(path, name, "good", size_bytes, manifest, None)
         damages = locate(file, path, progress) or [
             Damage(
                 "between the records", None, None, None,
-                "every tensor and record matches its own checksum: a header, a gap or the table of contents is damaged",
+                "every tensor and record matches its own checksum: a header, a gap or the table of contents is damaged"
+                if checksums else "nobody knows where: it was written without checksums of its records",
             )
         ]  # fmt: skip
         problem = "data is damaged: its digest does not match the manifest"
@@ -140,7 +142,15 @@ def _judge(
     damages = locate(file, path, progress)
     if damages:
         return Finding(path, name, "broken", size_bytes, None, "a record does not match its checksum", tuple(damages))
-    return Finding(path, name, "foreign", size_bytes, None, None)
+    return Finding(path, name, "foreign", size_bytes, None, None if checksums else "written without any checksum")
+
+
+def _has_checksums(file: BinaryIO, path: str) -> bool:
+    try:
+        with opened(file, path) as archive:
+            return has_checksums(archive)
+    except CorruptCheckpointError:
+        return True  # what it is otherwise is found below
 
 
 def _digest(file: BinaryIO, size_bytes: int, progress: Callable[[int], None]) -> str:

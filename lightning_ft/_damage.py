@@ -38,7 +38,8 @@ class Damage:
 def locate(file: BinaryIO, path: str, progress: Progress) -> list[Damage]:
     """The damaged parts of the archive in `file`, in the order of the file; none if every checksum matches.
 
-    A part outside every record (headers, the gaps between them) has no checksum of its own and is not found here.
+    A part outside every record (headers, the gaps between them) has no checksum of its own and is not found here, nor
+    is anything in an archive without checksums.
     Memory: `CHUNK_BYTES` and the table of contents. Blocks on: reading the whole file.
 
     Args:
@@ -68,6 +69,8 @@ def _record_damage(file: BinaryIO, info: zipfile.ZipInfo, progress: Progress) ->
         return info.header_offset, problem
     if info.compress_type != _STORED:
         return begins, "it is compressed, which torch never does"
+    if info.CRC is None:
+        return None
     checksum, left = 0, info.file_size
     file.seek(begins)
     while left:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_ft import discovery
+from lightning_ft._contents import opened
+from lightning_ft.errors import CorruptCheckpointError
 from lightning_ft.storage import Storage
 
 
@@ -46,8 +47,10 @@ def _version(name: str) -> int:
 def _plain_problem(storage: Storage, path: str, depth: discovery.Depth) -> str | None:
     """What is wrong with a file of plain Lightning, as far as a zip archive's own table and checksums tell."""
     try:
-        with storage.open_read(path) as file, zipfile.ZipFile(file) as archive:
+        with storage.open_read(path) as file, opened(file, path) as archive:
             damaged = archive.testzip() if depth == "full" else None
-    except (OSError, zipfile.BadZipFile) as error:
+    except CorruptCheckpointError as error:
+        return error.reason
+    except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None if damaged is None else f"damaged: checksum of {damaged} does not match"

@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 import lightning_ft
@@ -25,6 +26,7 @@ from lightning_ft.cli import list_, options
 from lightning_ft.cli.exits import Code
 from lightning_ft.storage import Storage
 from tests.cli.conftest import ROOT, Answer, environment, flip, program, step
+from tests.trainer import runs
 
 Ft = Callable[..., Answer]
 HERE = Path(__file__).parent
@@ -202,6 +204,28 @@ def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
     process.stderr.close()
 
 
+# -- where it works --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_g8_every_command_at_any_url(ft: Ft, run_dir: Path, where: str) -> None:
+    with runs.memory() as url:
+        if where == "local":
+            url = str(run_dir)
+        else:
+            for path in run_dir.glob("*.ckpt"):
+                fsspec.filesystem("memory").pipe_file(f"{url}/{path.name}", path.read_bytes())
+        a, b = f"{url}/step=00000004.ckpt", f"{url}/step=00000006.ckpt"
+        assert ft("list", url, "--verify", "full").code == 0
+        assert ft("verify", url, a).code == 0
+        assert ft("show", a).code == 0
+        assert ft("diff", a, b).code == 1
+        assert ft("prune", url, "--keep-last", 2, "--yes").code == 0
+        assert ft("show", a).code == 3
+        assert ft("consolidate", b, f"{url}/copy/b.ckpt").code == 0
+        assert ft("diff", b, f"{url}/copy/b.ckpt").code == 0
+
+
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +236,6 @@ def test_storage_options() -> None:
 
 
 def test_storage_options_reach_the_file_system(ft: Ft, run_dir: Path) -> None:
-    import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     seen: list[dict[str, Any]] = []

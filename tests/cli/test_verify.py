@@ -127,6 +127,29 @@ def test_foreign_files_by_their_own_checksums(ft: Ft, plain_dir: Path) -> None:
     assert answer.json["files"][0]["damages"][0]["part"] == "tensor state_dict.layer.weight"
 
 
+def test_files_written_without_checksums(ft: Ft, plain_dir: Path, tmp_path: Path) -> None:
+    path = plain_dir / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(checkpoint, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    answer = ft("verify", path, "--json")
+    assert answer.code == 0
+    assert answer.json["files"][0]["problem"] == "written without any checksum"
+    assert ft("show", path).code == 0
+    assert ft("diff", path, plain_dir / "users.ckpt", "--only", "state_dict").code == 0
+    # It is no reason to refuse it at a restart.
+    assert ft("list", plain_dir, "--verify", "full", "--json").json["last"]["path"] == str(path)
+    out = tmp_path / "out.ckpt"
+    assert ft("consolidate", path, out).code == 0  # from now on it has a digest
+    flip(out, data_offset(out, "data/0"))
+    answer = ft("verify", out, "--json")
+    assert answer.code == 1
+    assert "without checksums" in answer.json["files"][0]["damages"][0]["reason"]
+
+
 def test_size_only(ft: Ft, run_dir: Path) -> None:
     flip(step(run_dir, 4), data_offset(step(run_dir, 4), "data/0"))
     answer = ft("verify", run_dir, "--depth", "size", "--json")
