@@ -158,7 +158,7 @@ def _note(row: Row, selection: discovery.Selection, reasons: Mapping[str, str]) 
         return reasons[row.path]
     if row.manifest is None:
         return 'by plain Lightning or another tool; "last" takes ours first'
-    if any(info.path == row.path for info in selection.foreign):
+    if not row.manifest.run_id or row.manifest.boundary == "none":
         return 'saved by another callback or by hand; "last" does not take it'
     chosen = selection.chosen
     if chosen is not None and chosen.manifest is not None and row.manifest.run_id != chosen.manifest.run_id:
