@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -143,25 +142,14 @@ def test_a_directory_with_the_name_of_a_checkpoint(ft: Ft, run_dir: Path) -> Non
     assert "directory" in next(r["note"] for r in answer.json["checkpoints"] if r["name"] == "epoch=3.ckpt")
 
 
-def test_unreadable_is_said(ft: Ft, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_ft.storage import Storage
-
-    original_read, original_manifest = Storage.open_read, Storage.read_manifest
-
-    def refusing(original: Any) -> Any:
-        def method(self: Storage, path: str, *args: Any) -> Any:
-            if path.endswith("step=00000008.ckpt"):
-                raise PermissionError(13, "Permission denied", path)
-            return original(self, path, *args)
-
-        return method
-
-    monkeypatch.setattr(Storage, "open_read", refusing(original_read))
-    monkeypatch.setattr(Storage, "read_manifest", refusing(original_manifest))
-    answer = ft("list", run_dir, "--json")
-    assert answer.code == 1
-    assert states(answer)["step=00000008.ckpt"] == "unreadable"
-    assert answer.json["last"]["path"] == str(step(run_dir, 6))
+def test_unreadable_is_said(ft: Ft, run_dir: Path) -> None:
+    step(run_dir, 8).unlink()
+    step(run_dir, 8).symlink_to(step(run_dir, 8))  # nobody can open it, not even root
+    for depth in ("size", "full"):
+        answer = ft("list", run_dir, "--verify", depth, "--json")
+        assert answer.code == 1
+        assert states(answer)["step=00000008.ckpt"] == "unreadable"
+        assert answer.json["last"]["path"] == str(step(run_dir, 6))
 
 
 @pytest.mark.parametrize("case", ["good", "newest broken", "all broken", "plain", "plain broken", "empty"])
