@@ -74,7 +74,7 @@ def list_checkpoints(
     """List checkpoints, newest first, and say which one ckpt_path="last" takes and why.
 
     The arrow marks that one. "Newest" is what the manifests say, never a date or a name. Ages come from the clocks of
-    the machines that saved.
+    the machines that saved. A run with a second, local directory looks into both of them: list both.
     """
     chosen = options.storage_options(storage_option)
     dirpath = options.location(url, chosen, "URL")
