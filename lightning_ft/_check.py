@@ -94,7 +94,10 @@ def check(
         return _finding(path, "missing", "no such file")
     except IsADirectoryError:
         return _finding(path, "directory", "a directory, not a single-file checkpoint")
-    except Exception as error:  # stores have errors of their own classes
+    except Exception as error:
+        # Clients of stores have errors of their own classes; others of Python's are mistakes in this program.
+        if not isinstance(error, OSError) and type(error).__module__ == "builtins":
+            raise
         return _finding(path, "unreadable", f"{type(error).__name__}: {error}")
 
 

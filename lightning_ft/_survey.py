@@ -5,9 +5,10 @@ The decision is that of `discovery.select`, which a restart asks too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -215,3 +216,12 @@ def checkpoint_paths(storage: Storage, dirpath: str) -> list[str]:
     dirpath = normalise(dirpath)
     names = storage.listdir(dirpath)
     return [join(dirpath, name) for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
+
+
+def total_size(storage: Storage, paths: Iterable[str]) -> int:
+    """Bytes of those that can be asked; for a progress bar."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):  # what is wrong with it is said where it is read
+            total += storage.size(path)
+    return total

@@ -71,7 +71,7 @@ def consolidate_(
     options.existing(storage, source, "FROM")
     if storage.exists(target) and not force:
         raise typer.BadParameter(f"{target} exists; --force replaces it", param_hint="OUT")
-    with progress_bar("reading", None, as_json) as progress:
+    with progress_bar("reading", as_json) as progress:
         manifest = consolidate(storage, source, target, progress)
     output = Output(as_json)
     size_bytes = storage.size(target)

@@ -74,7 +74,7 @@ def diff(
         paths.append(path)
     from lightning_ft._difference import compare, selector
 
-    with progress_bar("comparing", None, as_json) as progress:
+    with progress_bar("comparing", as_json) as progress:
         comparison = compare(
             storage, paths[0], paths[1], selector(only, ignore or []),
             progress,

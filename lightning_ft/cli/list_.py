@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_ft._names import split
-from lightning_ft._survey import Row, Survey, age_secs, checkpoint_paths, survey
+from lightning_ft._survey import Row, Survey, age_secs, checkpoint_paths, survey, total_size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
@@ -80,10 +80,11 @@ def list_checkpoints(
     dirpath = options.location(url, chosen, "URL")
     storage = Storage(chosen)
     options.existing(storage, dirpath, "URL", "directory")
-    total = None
-    if verify is Depth.FULL:
-        total = sum(storage.size(path) for path in checkpoint_paths(storage, dirpath) if storage.is_file(path))
-    with progress_bar("reading", total, as_json or verify is Depth.SIZE) as progress:
+
+    def total() -> int:
+        return total_size(storage, checkpoint_paths(storage, dirpath))
+
+    with progress_bar("reading", as_json or verify is Depth.SIZE, total) as progress:
         found = survey(dirpath, verify.value, chosen, progress)
     _answer(Output(as_json), found, _now())
     checkpoints = [row for row in found.rows if row.state not in _LEFTOVERS]

@@ -87,13 +87,19 @@ class Output:
 
 
 @contextmanager
-def progress_bar(title: str, total_bytes: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr counts the bytes that it is called with, from any thread; silent unless that is a terminal."""
+def progress_bar(
+    title: str, as_json: bool, total_bytes: Callable[[], int] | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr counts the bytes that it is called with, from any thread; silent unless that is a terminal.
+
+    Then `total_bytes` is not asked either: it may cost a request per file.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     silent = as_json or not console.is_terminal
+    total = total_bytes() if total_bytes is not None and not silent else None
     with Progress(*columns, console=console, transient=True, disable=silent) as progress:
-        task = progress.add_task(title, total=total_bytes)
+        task = progress.add_task(title, total=total)
         yield lambda size_bytes: progress.advance(task, size_bytes)
 
 

@@ -98,7 +98,7 @@ def _agreed(question: str) -> bool:
 
 
 def _plan(dirpath: str, retention: Retention, verify: Depth, chosen: dict[str, Any], as_json: bool) -> Pruning:
-    with progress_bar("verifying what stays", None, as_json) as progress:
+    with progress_bar("verifying what stays", as_json) as progress:
         return plan_pruning(
             dirpath, retention, verify.value, chosen,
             progress,

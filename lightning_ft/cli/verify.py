@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_ft._check import Finding, check_all
-from lightning_ft._survey import checkpoint_paths
+from lightning_ft._survey import checkpoint_paths, total_size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, Failure, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
@@ -77,22 +77,14 @@ def verify(
         paths += inside
     if not paths:
         raise Failure(f"URL: there is no checkpoint in {', '.join(urls)}", Code.NOTHING)
-    total = sum(_size(storage, path) for path in paths) if depth is Depth.FULL else None
     findings = []
-    with progress_bar("verifying", total, as_json) as progress:
+    with progress_bar("verifying", as_json or depth is Depth.SIZE, lambda: total_size(storage, paths)) as progress:
         for finding in check_all(storage, paths, depth.value, progress, jobs):
             if finding.state == "missing" and finding.path in listed:
                 continue  # rotated away by a running training since it was listed
             findings.append(finding)
     _answer(output, findings, depth)
     return Code.BAD if any(finding.bad for finding in findings) else Code.FINE
-
-
-def _size(storage: Storage, path: str) -> int:
-    try:
-        return storage.size(path)
-    except OSError:
-        return 0  # for the progress bar alone; the check says what is wrong with it
 
 
 def _answer(output: Output, findings: list[Finding], depth: Depth) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ import lightning_ft
 from lightning_ft import _choose
 from lightning_ft._names import attempt_name, deleted_name
 from lightning_ft.errors import NoUsableCheckpointError
+from lightning_ft.storage import Storage
 from tests.cli.conftest import Answer, cut, data_offset, flip, holding, step
 from tests.trainer import runs
 
@@ -42,6 +44,21 @@ def test_what_a_run_left(ft: Ft, run_dir: Path) -> None:
     assert document["last"]["outcome"] == "resumes"
     assert document["last"]["path"] == str(step(run_dir, 8))
     assert [row["taken"] for row in document["checkpoints"]].count(True) == 1
+
+
+def test_no_data_are_read_unasked(ft: Ft, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    open_read = Storage.open_read
+
+    def recording(self: Storage, path: str) -> Any:
+        opened.append(path)
+        return open_read(self, path)
+
+    monkeypatch.setattr(Storage, "open_read", recording)
+    assert ft("list", run_dir).code == 0
+    assert opened == []
+    assert ft("list", run_dir, "--verify", "full").code == 0
+    assert len(opened) >= 5
 
 
 def test_full_verification_finds_damage_and_says_what_last_takes_instead(ft: Ft, run_dir: Path) -> None:

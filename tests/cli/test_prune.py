@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import lightning_ft
 from lightning_ft.cli import prune
 from tests.cli.conftest import Answer, cut, data_offset, flip, holding, program, step
 from tests.trainer import runs
+from tests.unit._archives import save
 
 Ft = Callable[..., Answer]
 
@@ -181,3 +183,45 @@ def test_memory_url(ft: Ft, run_dir: Path) -> None:
             "best.ckpt",
             "step=00000008.ckpt",
         ]
+
+
+def test_whatever_is_there_as_many_good_ones_stay_as_asked_for(ft: Ft, tmp_path: Path) -> None:
+    drawn, removals = random.Random(3), 0
+    for case in range(60):
+        place = tmp_path / str(case)
+        place.mkdir()
+        for number in range(drawn.randrange(1, 8)):
+            run_id, name = drawn.choice(["a", "a", "b"]), step(place, number)
+            if drawn.random() < 0.15:
+                name = place / f"mine-{number}.ckpt"
+            save(str(name), data=b"w" * 200, step=number, batch=number, start=1 + (run_id == "b"), run_id=run_id)
+            if drawn.random() < 0.4:
+                flip(name, drawn.choice([100, -20])) if drawn.random() < 0.7 else cut(name)
+        good = {info.path for info in lightning_ft.list_checkpoints(str(place)) if is_good(info.path)}
+        before, keep_last = last(place), drawn.randrange(1, 4)
+        assert ft("prune", place, "--keep-last", keep_last, "--yes").code in (0, 1, 3)
+        left = {str(path) for path in place.glob("*.ckpt")}
+        assert last(place) == before, case
+        removed = good - left
+        removals += len(removed)
+        if not removed:
+            continue
+        assert before is not None
+        assert removed <= good  # what is broken was never touched
+        run_id = lightning_ft.verify(before).manifest.run_id  # type: ignore[union-attr]
+        of_run = [path for path in left & good if lightning_ft.verify(path).manifest.run_id == run_id]  # type: ignore[union-attr]
+        assert len([path for path in of_run if Path(path).name.startswith("step=")]) >= keep_last, case
+        assert not any(Path(path).name.startswith("mine") for path in removed)
+    assert removals > 20
+
+
+def is_good(path: str) -> bool:
+    return lightning_ft.verify(path).problem is None
+
+
+def last(place: Path) -> str | None:
+    try:
+        chosen = lightning_ft.last_good(str(place))
+    except lightning_ft.NoUsableCheckpointError:
+        return None
+    return None if chosen is None else chosen.path

@@ -150,6 +150,24 @@ def test_files_written_without_checksums(ft: Ft, plain_dir: Path, tmp_path: Path
     assert "without checksums" in answer.json["files"][0]["damages"][0]["reason"]
 
 
+def test_only_what_a_storage_raises_is_its_fault(run_dir: Path) -> None:
+    class ClientError(Exception):
+        """Of a client of an object store."""
+
+    class Failing(Storage):
+        error: Exception
+
+        def open_read(self, path: str) -> Any:
+            raise self.error
+
+    storage = Failing()
+    for storage.error in (OSError(5, "Input/output error"), ClientError("503"), TimeoutError()):
+        assert check(storage, str(step(run_dir, 4))).state == "unreadable"
+    storage.error = TypeError("a bug")
+    with pytest.raises(TypeError):
+        check(storage, str(step(run_dir, 4)))
+
+
 def test_size_only(ft: Ft, run_dir: Path) -> None:
     flip(step(run_dir, 4), data_offset(step(run_dir, 4), "data/0"))
     answer = ft("verify", run_dir, "--depth", "size", "--json")
