@@ -187,16 +187,16 @@ def test_memory_url(ft: Ft, run_dir: Path) -> None:
 
 def test_whatever_is_there_as_many_good_ones_stay_as_asked_for(ft: Ft, tmp_path: Path) -> None:
     drawn, removals = random.Random(3), 0
-    for case in range(60):
+    for case in range(100):
         place = tmp_path / str(case)
         place.mkdir()
-        for number in range(drawn.randrange(1, 8)):
-            run_id, name = drawn.choice(["a", "a", "b"]), step(place, number)
+        for number in range(drawn.randrange(3, 9)):
+            run_id, name = drawn.choice(["a", *"bbbb"]), step(place, number)
             if drawn.random() < 0.15:
                 name = place / f"mine-{number}.ckpt"
             save(str(name), data=b"w" * 200, step=number, batch=number, start=1 + (run_id == "b"), run_id=run_id)
-            if drawn.random() < 0.4:
-                flip(name, drawn.choice([100, -20])) if drawn.random() < 0.7 else cut(name)
+            if drawn.random() < 0.5:
+                drawn.choice([flip_data, flip_manifest, cut])(name)
         good = {info.path for info in lightning_ft.list_checkpoints(str(place)) if is_good(info.path)}
         before, keep_last = last(place), drawn.randrange(1, 4)
         assert ft("prune", place, "--keep-last", keep_last, "--yes").code in (0, 1, 3)
@@ -212,7 +212,15 @@ def test_whatever_is_there_as_many_good_ones_stay_as_asked_for(ft: Ft, tmp_path:
         of_run = [path for path in left & good if lightning_ft.verify(path).manifest.run_id == run_id]  # type: ignore[union-attr]
         assert len([path for path in of_run if Path(path).name.startswith("step=")]) >= keep_last, case
         assert not any(Path(path).name.startswith("mine") for path in removed)
-    assert removals > 20
+    assert removals > 30
+
+
+def flip_data(path: Path) -> None:
+    flip(path, 100)
+
+
+def flip_manifest(path: Path) -> None:
+    flip(path, -20)
 
 
 def is_good(path: str) -> bool:
