@@ -262,11 +262,7 @@ class Session:
         _callbacks.clear_directories_of_others(self._trainer, self._dirpath, self._options)
         if self._start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
-        _surprises.announce_first_save(self._dirpath, self._settings.trigger, _loops.progress(self._trainer))
-        _surprises.warn_of_iterator(self._trainer)
-        _surprises.warn_of_rare_saves(
-            self._trainer, self._settings.trigger, save_on_train_end=self._settings.save_on_train_end
-        )
+        _surprises.say(self._trainer, self._dirpath, self._settings.trigger, self._settings.save_on_train_end)
 
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""

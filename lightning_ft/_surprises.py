@@ -41,6 +41,13 @@ def warn_of_other_run(dirpath: str) -> None:
     )
 
 
+def say(trainer: pl.Trainer, dirpath: str, trigger: Trigger, save_on_train_end: bool) -> None:
+    """The user knows when the first save is due, and what of this run may not be as expected. Ranks: zero."""
+    announce_first_save(dirpath, trigger, _loops.progress(trainer))
+    warn_of_iterator(trainer)
+    warn_of_rare_saves(trainer, trigger, save_on_train_end=save_on_train_end)
+
+
 def warn_of_iterator(trainer: pl.Trainer) -> None:
     """The user knows what a `training_step` has to do that takes batches by itself, if there is one. Ranks: zero."""
     if _loops.takes_iterator(trainer):

@@ -369,9 +369,11 @@ def test_n2_from_plain_lightning(
 def test_n2_other_plan_is_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain_run()(ours(tmp_path), max_epochs=1)
     caplog.clear()
-    model = plain_run()(ours(tmp_path), max_epochs=3)
+    model = plain_run()(ours(tmp_path), max_epochs=3, val_check_interval=2)
     assert len(model.steps) == 16
-    assert "max_epochs was 1 and is 3" in caplog.text
+    assert "max_epochs was 1 and is 3: schedules" in caplog.text
+    assert "val_check_interval was 1.0 and is 2: validations are not those of the run that was saved" in caplog.text
+    assert "limit_val_batches was" not in caplog.text
 
 
 def test_n2_passed_over_only_what_is_newer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
