@@ -83,6 +83,8 @@ def verify(
             if finding.state == "missing" and finding.path in listed:
                 continue  # rotated away by a running training since it was listed
             findings.append(finding)
+    if not findings:
+        raise Failure(f"URL: the checkpoints in {', '.join(urls)} are gone by now", Code.NOTHING)
     _answer(output, findings, depth)
     return Code.BAD if any(finding.bad for finding in findings) else Code.FINE
 
