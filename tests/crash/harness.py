@@ -141,20 +141,20 @@ def _save_all(saver: Saver, first_commit: Any) -> None:
         options = None
         if saver.rotates == "callback":
             options = SaveOptions(partial(rotation.rotate, saver.dirpath, path, RUN_ID, Retention(saver.keep), None))
-        plugin.save_checkpoint(_checkpoint(step), path, options)
+        plugin.save_checkpoint(checkpoint(step), path, options)
         previous.append(path)
         if saver.rotates == "user" and len(previous) > saver.keep:
             plugin.remove_checkpoint(previous.pop(0))
     plugin.teardown()
 
 
-def _checkpoint(step: int) -> dict[str, Any]:
+def checkpoint(step: int, numbers: int = 1000) -> dict[str, Any]:
     """What a run of ours would hand to the plugin, as far as the plugin looks at it."""
     ours = {
         "generation": uuid.uuid4().hex, "run_id": RUN_ID, "start": 1, "step": step, "batch": step,
         "reason": "periodic", "boundary": "step", "parent": None,
     }  # fmt: skip
-    weights = {"w": torch.full((1000,), float(step)), "v": torch.full((1500,), -float(step))}
+    weights = {"w": torch.full((numbers,), float(step)), "v": torch.full((numbers * 3 // 2,), -float(step))}
     return {"state_dict": weights, "global_step": step, "epoch": 0, KEY: ours}
 
 
