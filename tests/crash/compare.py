@@ -19,7 +19,7 @@ from tests.crash.savers import OTHERS, OURS, WAYS
 
 @dataclass(frozen=True)
 class Row:
-    """Counts of one saver on one file system; a crash is a kill, or a kill with one of the power cuts at once after it."""
+    """Counts of one saver on one file system, over kills, and over the power cuts that came at once after them."""
 
     way: str
     file_system: str

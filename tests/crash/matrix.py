@@ -15,10 +15,10 @@ from tests.crash.savers import WAYS, Progress, Saver, State
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found after one crash: the process killed at `point` (None: after its last call), and then the power cut.
+    """What was found after one crash.
 
     Args:
-        point: See `powercut.Point`.
+        point: Before which the process was killed, None: after its last call.
         cut: What had been written back before the power cut, one of `CUTS`; "": only the process died.
         old: Checkpoint 1, which the run removes after it has saved checkpoint 2.
         new: Checkpoint 2.

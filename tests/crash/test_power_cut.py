@@ -1,4 +1,4 @@
-"""SIGKILL and power cuts at every system call of a save and its rotation, on disks that really lose what was not synced."""
+"""SIGKILL and power cuts at every system call of a save and its rotation, on disks that lose what was not synced."""
 
 from __future__ import annotations
 
