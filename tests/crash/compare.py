@@ -47,7 +47,8 @@ class Row:
 def row(way: str, file_system: str) -> Row:
     """All crashes of one saver on one file system."""
     found = list(matrix.crashes(way, file_system))
-    kills, cuts = [o for o in found if not o.cut], [o for o in found if o.cut]
+    # Every process was killed once per power cut.
+    kills, cuts = {o.point: o for o in found if not o.cut}.values(), [o for o in found if o.cut]
     return Row(
         way, file_system, len(kills), sum(o.torn for o in kills), len(cuts), sum(o.torn for o in cuts),
         sum(o.nothing_left for o in cuts), sum(o.reported for o in cuts), sum(o.lost for o in cuts),

@@ -31,8 +31,8 @@ CUTS = {
 FILE_SYSTEMS = ("ext4", "xfs")
 CHANGING = frozenset((
     "creat", "write", "pwrite64", "writev", "pwritev", "sendfile", "copy_file_range", "truncate", "ftruncate",
-    "fallocate", "fsync", "fdatasync", "sync_file_range", "rename", "renameat", "renameat2", "link", "linkat", "symlink",
-    "symlinkat", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat", "chmod", "fchmod", "fchmodat", "utimensat",
+    "fallocate", "fsync", "fdatasync", "sync_file_range", "rename", "renameat", "renameat2", "link", "linkat",
+    "symlink", "symlinkat", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat", "chmod", "fchmod", "fchmodat", "utimensat",
 ))  # fmt: skip
 OTHER = frozenset(("openat", "open", "close", "read", "pread64", "fcntl", "getdents64", "lseek", "mmap"))
 
