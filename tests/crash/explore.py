@@ -1,4 +1,4 @@
-"""Every state a crash may leave, shown to discovery: it has to take a good checkpoint, and none that is lost or broken."""
+"""Every state a crash may leave, shown to discovery: it has to take a good checkpoint, the newest reported or newer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import lightning_ft as ft
 from lightning_ft import discovery
-from lightning_ft._names import checkpoint_name, parse_leftover
-from tests.crash.model import Disk, Operation, Reported, State
+from lightning_ft._names import parse_checkpoint_name, parse_leftover
+from tests.crash.model import Disk, Names, Operation, Reported, State
 
 
 @dataclass
@@ -26,22 +27,63 @@ class Explored:
     """Some of the states, each with the steps reported before: to start again from."""
 
 
+class Shop(Protocol):
+    """Shows files to the code under test."""
+
+    def is_good(self, data: bytes) -> bool:
+        """Whether a checkpoint of these bytes verifies in full."""
+
+    def choose(self, files: dict[str, bytes]) -> str | None:
+        """The name of the one that a directory of these files is resumed from."""
+
+
+class LocalShop:
+    """Shows a directory of a real file system.
+
+    Args:
+        place: An empty directory.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._files: dict[bytes, Path] = {}
+        self._shown = 0
+
+    def is_good(self, data: bytes) -> bool:
+        return ft.verify(str(self._file(data))).problem is None
+
+    def choose(self, files: dict[str, bytes]) -> str | None:
+        self._shown += 1
+        shown = self._place / f"shown-{self._shown}"
+        shown.mkdir()
+        for name, data in files.items():
+            os.link(self._file(data), shown / name)
+        chosen = discovery.select(str(shown)).chosen
+        return None if chosen is None else chosen.name
+
+    def _file(self, data: bytes) -> Path:
+        if data not in self._files:
+            self._files[data] = self._place / str(len(self._files))
+            self._files[data].write_bytes(data)
+        return self._files[data]
+
+
 class Explorer:
     """Judges the states of the directory `path`.
 
     Args:
-        place: An empty directory of a real file system, in which states are laid out.
+        shop: See there.
         path: Of the checkpoints, below the root of the log.
         keep: So many good ones have to be there, once so many were reported.
     """
 
-    def __init__(self, place: Path, path: Sequence[str], keep: int) -> None:
-        self._pool, self._shown = place / "pool", place / "shown"
-        self._pool.mkdir()
+    def __init__(self, shop: Shop, path: Sequence[str], keep: int) -> None:
+        self._shop = shop
         self._path = path
         self._keep = keep
         self._whole: dict[str, int] = {}
         self._digests: dict[bytes, str] = {}
+        self._data: dict[str, bytes] = {}
         self._good: dict[str, bool] = {}
         self._chosen: dict[frozenset[tuple[str, str]], str | None] = {}
 
@@ -66,7 +108,7 @@ class Explorer:
             every: Of so many states one is kept in `Explored.later`.
             enough: Violations, after which no more are looked for.
         """
-        self._learn(log, base, reported)
+        self._learn(log, base)
         found = Explored()
         seen = set()
         state = State(Disk(dict(base.names), dict(base.files)), reported=list(reported), lying=lying)
@@ -90,28 +132,25 @@ class Explorer:
                         return found
         return found
 
-    def _learn(self, log: Sequence[Operation], base: Disk, reported: Iterable[int]) -> None:
-        """What the whole files are: as they were when they were reported."""
+    def _learn(self, log: Sequence[Operation], base: Disk) -> None:
+        """What the whole files are: as they were when they were last seen under their names by a living process."""
         state = State(Disk(dict(base.names), dict(base.files)))
-        for step in reported:
-            self._add_whole(base, step)
-        for operation in log:
-            state.apply(operation)
-            if isinstance(operation, Reported):
-                self._add_whole(state.intact(), operation.step)
-
-    def _add_whole(self, disk: Disk, step: int) -> None:
-        data = (disk.directory(self._path) or {}).get(checkpoint_name(step))
-        if data is not None:
-            self._whole[self._keep_content(data)] = step
+        last = {}
+        for operation in [None, *log]:
+            if operation is not None:
+                state.apply(operation)
+            if operation is None or isinstance(operation, (Names, Reported)):
+                last.update(state.intact().directory(self._path) or {})
+        for name, data in last.items():
+            if parsed := parse_checkpoint_name(name):
+                self._whole[self._keep_content(data)] = parsed[0]
 
     def _keep_content(self, data: bytes) -> str:
         digest = self._digests.get(data)
         if digest is None:
             digest = self._digests[data] = hashlib.blake2b(data, digest_size=16).hexdigest()
-            path = self._pool / digest
-            path.write_bytes(data)
-            self._good[digest] = ft.verify(str(path)).problem is None
+            self._data[digest] = data
+            self._good[digest] = self._shop.is_good(data)
         return digest
 
     def _broken(self, names: dict[str, str]) -> str:
@@ -144,12 +183,7 @@ class Explorer:
     def _choose(self, names: dict[str, str]) -> str | None:
         key = frozenset(names.items())
         if key not in self._chosen:
-            shown = self._shown / str(len(self._chosen))
-            shown.mkdir(parents=True)
-            for name, digest in names.items():
-                os.link(self._pool / digest, shown / name)
-            chosen = discovery.select(str(shown)).chosen
-            self._chosen[key] = None if chosen is None else chosen.name
+            self._chosen[key] = self._shop.choose({name: self._data[digest] for name, digest in names.items()})
         return self._chosen[key]
 
 

@@ -18,6 +18,7 @@ import signal
 import struct
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,8 @@ FILE_SYSTEMS = ("ext4", "xfs")
 CHANGING = frozenset((
     "creat", "write", "pwrite64", "writev", "pwritev", "sendfile", "copy_file_range", "truncate", "ftruncate",
     "fallocate", "fsync", "fdatasync", "sync_file_range", "rename", "renameat", "renameat2", "link", "linkat",
-    "symlink", "symlinkat", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat", "chmod", "fchmod", "fchmodat", "utimensat",
+    "symlink", "symlinkat", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat", "chmod", "fchmod", "fchmodat",
+    "utimensat",
 ))  # fmt: skip
 OTHER = frozenset(("openat", "open", "close", "read", "pread64", "fcntl", "getdents64", "lseek", "mmap"))
 
@@ -114,30 +116,44 @@ def _run(*command: object) -> None:
     assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
-def points(job: Job, place: Path, only_changing: bool = False) -> list[Point]:
-    """The system calls with which `job` touches anything below `place`, from a run of it.
+@dataclass(frozen=True)
+class Call:
+    """A system call, as strace shows it."""
 
-    Args:
-        job: Run in a fresh process.
-        place: A directory.
-        only_changing: Leave out those that change nothing: killed before one, the disk is as before the next.
-    """
+    point: Point
+    arguments: str
+    """With the paths of descriptors."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it may change a disk."""
+        name = self.point[0]
+        return name in CHANGING or (name in ("openat", "open") and "O_CREAT" in self.arguments)
+
+
+def calls(job: Job, place: Path) -> list[Call]:
+    """The system calls with which `job` touches anything below `place`, from a run of it in a fresh process."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "strace.log"
         code = traced(job, "-y", "-e", f"trace={','.join(sorted(CHANGING | OTHER))}", log=log)
         assert code == 0, f"the run that is only watched ended with {code}"
         seen: collections.Counter[tuple[str, str]] = collections.Counter()
-        found: dict[Point, None] = {}
+        found: dict[Point, Call] = {}
         for line in log.read_text(errors="replace").splitlines():
             thread, _, rest = line.partition(" ")
             name, _, arguments = rest.strip().partition("(")
             if not name.isidentifier():
                 continue  # the second half of a call during which another thread made one
             seen[thread, name] += 1
-            changes = name in CHANGING or (name in ("openat", "open") and "O_CREAT" in arguments)
-            if str(place) in arguments and (changes or not only_changing):
-                found[name, seen[thread, name]] = None
-    return list(found)
+            point = name, seen[thread, name]
+            if str(place) in arguments and point not in found:
+                found[point] = Call(point, arguments)
+    return list(found.values())
+
+
+def points(job: Job, place: Path, only_changing: bool = False) -> list[Point]:
+    """The points of these calls; killed before one that changes nothing, the disk is as before the next that does."""
+    return [call.point for call in calls(job, place) if call.changes or not only_changing]
 
 
 def kill_at(job: Job, point: Point | None) -> int:

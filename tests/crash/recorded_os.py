@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.crash.model import ROOT, Disk, Name, Names, Operation, Reported, Size, Sync, Write
+from tests.crash.model import ROOT, Disk, Name, Names, Operation, Size, Sync, Write
 
 
 class Recording:
@@ -35,11 +35,6 @@ class Recording:
                 if name in files:
                     with open(path, "rb") as file:
                         self.base.files[inode] = file.read()
-
-    def report(self, step: int) -> None:
-        """The checkpoint of this step was said to be durable."""
-        with self._lock:
-            self.log.append(Reported(step))
 
     def _new(self, path: str) -> int:
         inode = self._inodes[path] = self._next
