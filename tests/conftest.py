@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -51,6 +52,8 @@ def _has(what: str) -> bool:
         return _can_mount() and subprocess.run(["losetup", "-f"], capture_output=True, check=False).returncode == 0
     if what == "fuse":
         return os.path.exists("/dev/fuse") and _can_mount() and shutil.which("fusermount3") is not None
+    if what == "mfusepy":
+        return importlib.util.find_spec(what) is not None
     if what == "Python.h":
         return os.path.exists(os.path.join(sysconfig.get_path("include"), what))
     return shutil.which(what) is not None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _direct, _engine, events
+from lightning_ft import _attempt, _engine, events
 from lightning_ft.storage import Storage
 from tests.crash import harness, parted_store
 from tests.crash.explore import Explored, Explorer, LocalShop, lay_out
@@ -24,13 +24,7 @@ from tests.crash.recorded_os import Recording
 
 PATH = ("runs", "1")
 
-
-@pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some kilobytes take several writes, as a large checkpoint would."""
-    monkeypatch.setattr(_attempt, "BUFFER_BYTES", 1024)
-    monkeypatch.setattr(_attempt, "CHUNK_BYTES", 2048)
-    monkeypatch.setattr(_direct, "BUFFERS", _direct.DiskBuffers(4096, 3))
+pytestmark = pytest.mark.usefixtures("small_buffers")
 
 
 @contextlib.contextmanager
