@@ -51,7 +51,7 @@ def _has(what: str) -> bool:
     if what == "loop":
         return _can_mount() and subprocess.run(["losetup", "-f"], capture_output=True, check=False).returncode == 0
     if what == "fuse":
-        return os.path.exists("/dev/fuse") and _can_mount() and shutil.which("fusermount3") is not None
+        return os.path.exists("/dev/fuse") and _can_mount()
     if what == "mfusepy":
         return importlib.util.find_spec(what) is not None
     if what == "Python.h":

@@ -82,7 +82,7 @@ def _until(there: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.usefixtures("small_buffers")
-@pytest.mark.needs("root", "loop", "fuse", "nbdkit", "nbdfuse", "mkfs.ext4")
+@pytest.mark.needs("root", "loop", "fuse", "fusermount3", "nbdkit", "nbdfuse", "mkfs.ext4")
 def test_a_disk_that_fails_and_comes_back(tmp_path: Path) -> None:
     with failing_disk(tmp_path / "disk") as disk:
         run = disk.path / "run"

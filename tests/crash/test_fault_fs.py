@@ -17,7 +17,7 @@ import lightning_ft as ft
 from lightning_ft._names import checkpoint_name
 from tests.crash.faults import Run, check_failure, check_next_save, contents, two_saved
 
-pytestmark = [pytest.mark.needs("root", "fuse", "mfusepy"), pytest.mark.usefixtures("small_buffers")]
+pytestmark = [pytest.mark.needs("root", "fuse", "fusermount3", "mfusepy"), pytest.mark.usefixtures("small_buffers")]
 
 Setter = Callable[..., None]
 
