@@ -131,6 +131,14 @@ def _ours(direct: bool, dirpath: str, step: int, progress: Progress) -> None:
     plugin.teardown()
 
 
+def _ours_in_a_new_directory(dirpath: str, step: int, progress: Progress) -> None:
+    _ours(True, dirpath if step == 1 else f"{dirpath}/new/1", step, progress)
+
+
+def _name_in_a_new_directory(step: int) -> str:
+    return checkpoint_name(step) if step == 1 else f"new/1/{checkpoint_name(step)}"
+
+
 def _ours_without(sync: str, dirpath: str, step: int, progress: Progress) -> None:
     """Wrong: files, or directories, are not synced."""
     fsync = os.fsync
@@ -218,6 +226,7 @@ WAYS: dict[str, Way] = {
     ),
     "fsspec": Way("`torch.save` into fsspec's `LocalFileSystem`", _fsspec, checkpoint_name, _load_file),
     "dcp": Way("DCP's `FileSystemWriter`", _dcp, "step={}".format, _load_dcp, ".metadata"),
+    "new_directory": Way("", _ours_in_a_new_directory, _name_in_a_new_directory, _load_ours),
     "no_file_sync": Way("", partial(_ours_without, "file"), checkpoint_name, _load_ours),
     "no_directory_sync": Way("", partial(_ours_without, "directory"), checkpoint_name, _load_ours),
 }

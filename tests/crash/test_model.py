@@ -203,9 +203,17 @@ def syncs_no(what: str) -> None:
     os.fsync = fsync_the_other  # type: ignore[assignment]
 
 
+def make_dirs_and_sync_nothing(dirpath: str) -> None:
+    os.makedirs(dirpath, exist_ok=True)
+
+
 BREAKAGES: dict[str, tuple[Callable[[], None], str]] = {
     "no_file_sync": (lambda: syncs_no("file"), "not whole under their final names"),
     "no_directory_sync": (lambda: syncs_no("directory"), "was reported, and of"),
+    "no_sync_of_parents": (
+        lambda: setattr(_attempt, "make_dirs", make_dirs_and_sync_nothing),
+        "was reported, and of",
+    ),
     "early_rename": (harness.BREAKAGES["early_rename"], "not whole under their final names"),
     "in_place": (harness.BREAKAGES["in_place"], "not whole under their final names"),
     "delete_first": (harness.BREAKAGES["delete_first"], "was reported, and of"),
@@ -219,6 +227,7 @@ def unbroken() -> Iterator[None]:
     patched = [
         (os, "fsync"),
         (_attempt, "attempt_name"),
+        (_attempt, "make_dirs"),
         (_attempt.LocalAttempt, "_write_all"),
         (Storage, "open_attempt"),
         (_engine.Writer, "_write"),

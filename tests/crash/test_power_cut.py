@@ -33,7 +33,7 @@ def what_is_wrong(dirpath: Path) -> str:
     return "" if len(names - shown) <= 1 else f"more than one leftover: {names - shown}"
 
 
-def some(number: int, seed: int, found: list[Point]) -> Sequence[Point]:
+def some(number: int, seed: str, found: list[Point]) -> Sequence[Point]:
     return random.Random(seed).sample(found, number)
 
 
@@ -46,9 +46,10 @@ def nothing_is_lost(found: list[matrix.Outcome]) -> None:
 
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 def test_some_crashes(file_system: str) -> None:
-    """Before each kind of call that changes something, with and without direct I/O."""
+    """Before a few of the calls that change something, with and without direct I/O, and after the last."""
     for way in savers.OURS:
-        found = list(matrix.crashes(way, file_system, partial(some, 5, 1), only_changing=True, check=what_is_wrong))
+        choose = partial(some, 5, f"{way} on {file_system}")
+        found = list(matrix.crashes(way, file_system, choose, only_changing=True, check=what_is_wrong))
         assert [o for o in found if o.torn or o.nothing_left or o.lost or o.wrong] == []
 
 
@@ -63,10 +64,19 @@ def test_every_crash(file_system: str, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
+def test_every_crash_of_a_first_save(file_system: str) -> None:
+    """Into a directory that is not there, in one that is not there: a checkpoint is no safer than its directories."""
+    found = list(matrix.crashes("new_directory", file_system, only_changing=True))
+    assert [o for o in found if o.torn or o.lost or o.old != "good"] == []
+    assert {(o.reported, o.new) for o in found} >= {(False, "absent"), (True, "good")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 @pytest.mark.parametrize("way", savers.OTHERS)
 def test_the_disk_loses_what_others_do_not_sync(way: str, file_system: str) -> None:
     """After their last call they are judged like us: a disk that lost nothing would prove nothing."""
-    found = list(matrix.crashes(way, file_system, partial(some, 0, 0)))
+    found = list(matrix.crashes(way, file_system, partial(some, 0, "")))
     assert [o for o in found if not o.cut and (o.torn or o.lost)] == []
     assert [o for o in found if o.lost]
 
@@ -87,5 +97,5 @@ def test_the_table_of_the_readme() -> None:
 @pytest.mark.parametrize("missing", savers.BREAKAGES)
 def test_the_disk_loses_what_we_do_not_sync(missing: str, file_system: str) -> None:
     """Our own saver without one of its syncs is caught on the real disk."""
-    found = list(matrix.crashes(missing, file_system, partial(some, 0, 0), check=what_is_wrong))
+    found = list(matrix.crashes(missing, file_system, partial(some, 0, ""), check=what_is_wrong))
     assert [o for o in found if o.torn or o.nothing_left or o.lost or o.wrong]
