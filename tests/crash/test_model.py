@@ -83,7 +83,7 @@ def test_no_crash_loses_a_checkpoint(keep: int, rotates: str, tmp_path: Path) ->
     assert found.states > 1000
 
 
-@pytest.mark.parametrize("every", [401, pytest.param(29, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [401, pytest.param(83, marks=pytest.mark.slow)])
 def test_no_crash_after_a_crash_loses_a_checkpoint(every: int, tmp_path: Path) -> None:
     """The next start is recorded in some of the states that the crashes before may have left, and explored too."""
     first = explored(tmp_path, a_saver(tmp_path), every=every)

@@ -48,7 +48,7 @@ def killed_after(dirpath: str, moment: random.Random) -> bool:
     return got_there
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_training_killed_at_random_moments(kills: int, tmp_path: Path) -> None:
     moment = random.Random(kills)
     dirpath, log = str(tmp_path / "run"), f"{tmp_path / 'run'}.events"
