@@ -16,8 +16,8 @@ LAYERS: dict[int, str] = {
     0: "errors events _names",
     1: "manifest _archive _direct _attempt _threaded_file storage _lock",
     2: "discovery retention triggers rotation",
-    3: "_engine _serialise _staging _lanes _plan _layout _buffers _copies _skeleton _weights_only _optimizer_steps "
-    "_rng _digest _dist _order _tracked dataloading state guards",
+    3: "_engine _serialise _staging _lanes _plans _plan _alike _template _layout _buffers _copies _skeleton "
+    "_weights_only _optimizer_steps _module_tree _rng _digest _dist _order _tracked dataloading state guards",
     4: "callback _callbacks plugin _session _surprises _choose _restore _loops _news _metrics _loaders _compare "
     "_recorder",
     5: "testing cli drill report",
