@@ -148,6 +148,7 @@ def test_no_crash_around_a_failed_save_loses_a_checkpoint(
         log, base = record(root, saver, fail_once, starts=2)
     assert failed
     found = Explorer(LocalShop(place), PATH, 2).explore(log, base)
+    print(f"{found.states} states after {found.prefixes} operations, {len(found.violations)} violations")
     assert found.violations == []
     # A sync that fails after the rename leaves the checkpoint there, whole: the second start goes on from it.
     reported = [op.step for op in log if isinstance(op, Reported)]
