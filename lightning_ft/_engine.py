@@ -63,6 +63,8 @@ class Snapshot(Protocol):
     @property
     def size_bytes(self) -> int: ...
     @property
+    def reductions(self) -> _serialise.Reductions: ...
+    @property
     def blocked_secs(self) -> float: ...
     @property
     def staging_secs(self) -> float: ...
@@ -346,7 +348,7 @@ class Writer:
 
         # The attempt is aborted on errors, and raises the storage's own.
         with self._storage.open_attempt(task.path, expected_bytes=task.snapshot.size_bytes) as attempt:
-            _serialise.save(checkpoint, attempt)
+            _serialise.save(checkpoint, attempt, task.snapshot.reductions)
             return attempt.commit(complete)
 
     def _retrying(self) -> tenacity.Retrying:
