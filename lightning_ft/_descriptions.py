@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 # More values than any checkpoint has; lists that hold each other many times over would otherwise never end.
 MAX_LEAVES = 2_000_000
 _MAX_DEPTH = 200
+# Of an integer. Those of checkpoints have 16 at most; Python refuses to print one of more than about 1,780.
+_MAX_INT_BYTES = 1024
+_MAX_SIZE = 1 << 63
 
 _ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -164,6 +167,15 @@ class _Unpickler(pickle._Unpickler):
         self.unknown: set[str] = set()
         self._classes: dict[str, Any] = {}
 
+    def _load_large_int(self) -> None:
+        machine: Any = self  # of which typeshed does not know `read` and `append`
+        size_bytes = int.from_bytes(machine.read(4), "little", signed=True)
+        if not 0 <= size_bytes <= _MAX_INT_BYTES:
+            raise DescriptionError(f"an integer of {size_bytes} bytes")
+        machine.append(int.from_bytes(machine.read(size_bytes), "little", signed=True))
+
+    dispatch[pickle.LONG4[0]] = _load_large_int
+
     def find_class(self, module: str, name: str) -> Any:
         qualified = f"{module}.{name}"
         if qualified in _KNOWN:
@@ -185,7 +197,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = False, *_: Any) -> Any:
@@ -194,6 +206,11 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: A
         raise DescriptionError("a tensor whose storage, offset, shape or stride is none")
     if len(shape) != len(stride):
         raise DescriptionError(f"a tensor of shape {shape} with stride {stride}")
+    numel = 1
+    for extent in shape:
+        numel *= extent
+        if numel >= _MAX_SIZE:  # now: the product of very many takes long
+            raise DescriptionError("a tensor of more elements than any memory has")
     return TensorDescription(storage, storage.dtype, tuple(shape), tuple(stride), offset, bool(requires_grad))
 
 
@@ -279,7 +296,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _leaves(value: Any, path: Path, walk: _Walk) -> Iterator[tuple[Path, Any]]:
     children: Any
     if isinstance(value, dict):
-        children = value.items()
+        children = dict.items(value)  # the pickle can give an OrderedDict attributes, and so another `items`
     elif isinstance(value, (list, tuple)):
         children = enumerate(value)
     elif isinstance(value, Placeholder):

@@ -13,6 +13,7 @@ from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
 from lightning_ft.cli.output import Output, count, size
+from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 
 _UNKNOWN_SHOWN = 10
@@ -145,10 +146,15 @@ def _facts(contents: Contents) -> list[list[str]]:
         ["continues", manifest.parent or "nothing: the run began here"],
         ["topology", _pairs(manifest.topology)],
         ["written by", _pairs(manifest.versions)],
-        ["cost", ", ".join(f"{n[:-5]} {v * 1000:.1f} ms" for n, v in manifest.metrics.items() if n.endswith("_secs"))],
+        ["cost", ", ".join(f"{n[:-5]} {v * 1000:.1f} ms" for n, v in _timings(manifest))],
         ["digest", f"{manifest.digest} of {manifest.size_bytes} bytes"],
     ]  # fmt: skip
     return [fact for fact in facts if fact[1]]
+
+
+def _timings(manifest: Manifest) -> list[tuple[str, float]]:
+    """Those that are numbers; no reader relies on it."""
+    return [(n, v) for n, v in manifest.metrics.items() if n.endswith("_secs") and isinstance(v, (int, float))]
 
 
 def _pairs(values: dict[str, Any]) -> str:
