@@ -13,7 +13,7 @@ from lightning_ft._pruning import Pruning, plan_pruning
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, Failure, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
-from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, progress_bar, size
+from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, printable, progress_bar, size
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
 
@@ -125,7 +125,7 @@ def _delete(
     _document(output, plan, False, deleted, failed)
     output.line()
     for path, reason in failed:
-        print(f"lightning-ft prune: could not delete {path}: {reason}", file=sys.stderr)
+        print(printable(f"lightning-ft prune: could not delete {path}: {reason}"), file=sys.stderr)
     freed_bytes = sum(plan.size_bytes(path) for path in deleted)
     output.line(f"Deleted {count(len(deleted), 'checkpoint')}, {size(freed_bytes)}.", "bold")
     return Code.BAD if failed else Code.FINE

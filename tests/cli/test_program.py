@@ -24,6 +24,7 @@ import lightning_ft
 from lightning_ft import cli
 from lightning_ft.cli import list_, options
 from lightning_ft.cli.exits import Code
+from lightning_ft.errors import StorageError
 from lightning_ft.storage import Storage
 from tests.cli.conftest import ROOT, Answer, environment, flip, program, step
 from tests.trainer import runs
@@ -126,11 +127,27 @@ def test_errors_are_json_too(ft: Ft, tmp_path: Path) -> None:
         assert answer.json["error"]["message"] in answer.err
 
 
+def test_names_in_errors_are_not_obeyed_by_the_terminal(ft: Ft, tmp_path: Path) -> None:
+    bad = tmp_path / "\x1b[31m"
+    bad.mkdir()
+    (bad / "step=00000001.ckpt").write_bytes(b"bad")
+    for args in (["show", bad / "step=00000001.ckpt"], ["verify", bad / "x"], ["prune", bad, "--keep-last", 1, "-y"]):
+        answer = ft(*args)
+        assert answer.code in (1, 3)
+        assert "\\x1b[31m" in answer.err
+        assert "\x1b" not in answer.err
+
+
 def test_a_storage_that_refuses_is_one_line(ft: Ft, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ClientError(Exception):
         """Of a client of an object store."""
 
-    for error in (PermissionError(13, "Permission denied", "x"), TimeoutError("30 s"), ClientError("503\nSlow Down")):
+    for error in (
+        PermissionError(13, "Permission denied", "x"),
+        TimeoutError("30 s"),
+        ClientError("503\nSlow Down"),
+        StorageError("x"),
+    ):
 
         def fails(*args: Any, error: Exception = error, **kwargs: Any) -> Any:
             raise error
