@@ -110,13 +110,28 @@ def test_usage_errors_take_one_line(ft: Ft, run_dir: Path) -> None:
         ["lst"], ["list"], ["list", run_dir, "--foo"], ["list", "s4://x"], ["list", ""], ["verify"],
         ["list", run_dir, "--verify", "some"], ["list", "memory://x", "--storage-option", "x"],
         ["list", "memory://x", "--storage-option", "a=1", "--storage-option", "a.b=1"],
-        ["verify", run_dir, "--jobs", "0"], ["list", "a\0b"],
+        ["verify", run_dir, "--jobs", "0"], ["list", "a\0b"], ["list", "simplecache::memory://run"],
+        ["list", "memory://x", "--storage-option", "deadline_secs=1e12"],
+        ["list", "memory://x", "--storage-option", "deadline_secs=Infinity"],
     ):  # fmt: skip
         answer = ft(*args)
         assert answer.code == Code.USAGE, args
         assert answer.err.count("\n") == 1, answer.err
         assert answer.err.startswith("lightning-ft")
         assert answer.out == ""
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_file_is_no_directory(ft: Ft, run_dir: Path, where: str) -> None:
+    path = str(step(run_dir, 2))
+    if where == "memory":
+        path = f"memory://{run_dir.name}/step=00000002.ckpt"
+        with fsspec.open(path, "wb") as file:
+            file.write(step(run_dir, 2).read_bytes())
+    for args in (["list"], ["prune", "--keep-last", 1, "--yes"]):
+        answer = ft(*args, path)
+        assert answer.code == Code.USAGE
+        assert "is a file" in answer.err
 
 
 def test_errors_are_json_too(ft: Ft, tmp_path: Path) -> None:
