@@ -223,6 +223,25 @@ def test_a_reader_that_goes_away_hears_nothing(run_dir: Path, tmp_path: Path) ->
         assert (run.returncode, run.stderr) == (Code.OUTPUT_CLOSED, ""), args
 
 
+def test_with_closed_outputs_the_exit_code_is_right(run_dir: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m lightning_ft"
+    for line, code in (
+        (f"list {run_dir} >&-", 0),
+        (f"list {tmp_path / 'x'} >&-", 3),
+        (f"verify {run_dir} >&- 2>&-", 0),
+    ):
+        run = subprocess.run(
+            ["sh", "-c", f"{command} {line}"], capture_output=True, text=True, check=False, env=environment()
+        )
+        assert run.returncode == code, run.stderr
+        assert "Traceback" not in run.stderr
+    run = subprocess.run(
+        ["sh", "-c", f"{command} list {tmp_path / 'x'} --json 2>&-"],
+        capture_output=True, text=True, check=False, env=environment(),
+    )  # fmt: skip
+    assert json.loads(run.stdout)["error"]["exit_code"] == run.returncode == 3
+
+
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_ft", *map(str, large_answer(tmp_path))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
