@@ -155,6 +155,9 @@ def describe(data: bytes) -> tuple[Any, frozenset[str]]:
 _REFUSED = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 
 
+_KEYS_OF_KEYS = (tuple, frozenset)
+
+
 class _Unpickler(pickle._Unpickler):
     """The one written in Python: that in C takes the memory that a hostile pickle asks for."""
 
@@ -166,6 +169,21 @@ class _Unpickler(pickle._Unpickler):
         super().__init__(file, encoding="utf-8")
         self.unknown: set[str] = set()
         self._classes: dict[str, Any] = {}
+        # What can be a key and holds keys, by id, with how deep it is nested; kept, so that no id is used again.
+        self._nested: dict[int, tuple[Any, int]] = {}
+
+    def _note_nested(self) -> None:
+        """What was made is not nested so deeply that its hash would overflow the stack of the process."""
+        machine: Any = self
+        made = machine.stack[-1]
+        if type(made) not in _KEYS_OF_KEYS:
+            return
+        inside = (self._nested.get(id(item), (None, 1))[1] for item in made if type(item) in _KEYS_OF_KEYS)
+        depth = 1 + max(inside, default=0)
+        if depth > _MAX_DEPTH:
+            raise DescriptionError(f"a {type(made).__name__} nested deeper than {_MAX_DEPTH}")
+        if depth > 1:
+            self._nested[id(made)] = made, depth
 
     def _load_large_int(self) -> None:
         machine: Any = self  # of which typeshed does not know `read` and `append`
@@ -194,6 +212,28 @@ class _Unpickler(pickle._Unpickler):
             raise DescriptionError(f"a reference to a {kind}, where only storages are known")
         name = storage_type.qualified.rpartition(".")[2]
         return StorageDescription(key, _DTYPE_OF_STORAGE.get(name, name), numel, str(location))
+
+
+def _and_noted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def loaded(machine: Any) -> None:
+        load(machine)
+        machine._note_nested()
+
+    return loaded
+
+
+_MAKERS = (
+    pickle.TUPLE,
+    pickle.TUPLE1,
+    pickle.TUPLE2,
+    pickle.TUPLE3,
+    pickle.FROZENSET,
+    pickle.REDUCE,
+    pickle.NEWOBJ,
+    pickle.NEWOBJ_EX,
+)
+for _op in _MAKERS:
+    _Unpickler.dispatch[_op[0]] = _and_noted(_Unpickler.dispatch[_op[0]])
 
 
 def _is_size(value: Any) -> bool:
@@ -242,6 +282,13 @@ def _encode(text: Any, encoding: Any = "utf-8") -> Any:
     return text.encode("latin1")
 
 
+def _extents(sizes: Any = ()) -> Any:
+    """In place of `torch.Size`."""
+    if not all(map(_is_size, sizes)):
+        raise DescriptionError("a shape that is none")
+    return tuple(sizes)
+
+
 def _defaultdict(_: Any = None, *args: Any) -> Any:
     return dict(*args)
 
@@ -267,7 +314,7 @@ _KNOWN: Mapping[str, Any] = {
     "__builtin__.set": set,
     "builtins.complex": complex,
     "_codecs.encode": _Call(_encode),
-    "torch.Size": tuple,
+    "torch.Size": _Call(_extents),
     "torch._utils._rebuild_tensor_v2": _TENSOR,
     "torch._utils._rebuild_tensor_v3": _TENSOR_V3,
     "torch._utils._rebuild_parameter": _PARAMETER,

@@ -74,7 +74,7 @@ def show(
     if only is not None:
         leaves = [(name, leaf) for name, leaf in leaves if name == only or name.startswith(f"{only}.")]
         if not leaves:
-            keys = ", ".join(sorted({str(key[0]) for key, _ in contents.leaves if key}))
+            keys = ", ".join(sorted({dotted(key[:1]) for key, _ in contents.leaves if key}))
             raise typer.BadParameter(f"{path} has no key {only}; at the top there are {keys}", param_hint="--only")
     _answer(Output(as_json), contents, leaves, with_values=values)
     return Code.FINE
@@ -166,7 +166,7 @@ def _totals(contents: Contents) -> list[dict[str, Any]]:
     totals: dict[str, dict[str, Any]] = {}
     counted: set[str] = set()
     for key, leaf in contents.leaves:
-        name = str(key[0]) if key else "(all)"
+        name = dotted(key[:1]) if key else "(all)"
         total = totals.setdefault(name, {"key": name, "size_bytes": 0, "tensors": 0, "values": 0})
         if not isinstance(leaf, TensorDescription):
             total["values"] += 1

@@ -208,6 +208,9 @@ WIDE = b"]q\0" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + 
         b"]r\xff\xff\xff\x7f.x", b"(S'storage'\nNtQ.", b"\x82\x01.",
         pickle.dumps({10**5000: 10**5000}), pickle.dumps(10**700),
         b"ccollections\nOrderedDict\n)RS'a'\nI1\ns}S'items'\ncos\nsystem\nsb.",
+        b"\x80\2}K\1" + b"\x85" * 3_000_000 + b"K\1s.",
+        b"\x80\4}" + b"(" * 3000 + b"\x91" * 3000 + b"K\1sK\1" + b"(" * 3000 + b"\x91" * 3000 + b"s.",
+        b"\x80\2}" + b"cbuiltins\nfrozenset\n(](" * 3000 + b"K\1" + b"etR" * 3000 + b"K\1s.",
         tensor_of([1 << 62] * 20), tensor_of([1 << 62] * 100_000), tensor_of([1], numel=10**400),
     ],
 )  # fmt: skip
