@@ -15,10 +15,10 @@ PACKAGE = ROOT / "lightning_ft"
 LAYERS: dict[int, str] = {
     0: "errors events _names",
     1: "manifest _archive _direct _attempt _threaded_file storage _lock",
-    2: "discovery retention triggers rotation",
-    3: "_engine _serialise _staging _lanes _plan _layout _buffers _copies _skeleton _weights_only _optimizer_steps "
-    "_rng _digest _dist _order _tracked dataloading state guards",
-    4: "callback _callbacks plugin _session _surprises _choose _restore _loops _news _metrics _loaders _compare "
+    2: "discovery retention triggers rotation _read_back _two_tiers",
+    3: "_engine _save_times _uploads _failure _same_directory _serialise _staging _lanes _plan _layout _buffers "
+    "_copies _skeleton _weights_only _optimizer_steps _rng _digest _dist _order _tracked dataloading state guards",
+    4: "callback _callbacks plugin _session _tiers _surprises _choose _restore _loops _news _metrics _loaders _compare "
     "_recorder",
     5: "testing cli drill report",
 }
