@@ -244,9 +244,11 @@ class Session:
         if self._start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
         _surprises.warn_of_iterator(self._trainer)
-        _surprises.warn_of_rare_saves(
-            self._trainer, self._settings.trigger, save_on_train_end=self._settings.save_on_train_end
-        )
+        local = self._settings.local
+        if local is None or local.trigger == Trigger():
+            _surprises.warn_of_rare_saves(
+                self._trainer, self._settings.trigger, save_on_train_end=self._settings.save_on_train_end
+            )
 
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""

@@ -1,0 +1,391 @@
+"""Whole runs that save to a local directory in front of another one."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tenacity.nap
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+import lightning_ft as ft
+from lightning_ft import _names, events
+from lightning_ft._names import checkpoint_name
+from lightning_ft.errors import ConfigurationError, NoUsableCheckpointError, SaveError
+from lightning_ft.storage import Storage
+from tests.trainer import runs
+from tests.trainer.runs import fit, names, trainer
+
+WAIT_SECS = runs.WAIT_SECS
+
+
+class Place:
+    """A local directory and the one behind it."""
+
+    def __init__(self, root: Path) -> None:
+        self.local = root / "local"
+        self.remote = root / "remote"
+
+    def ours(self, **kwargs: Any) -> ft.FaultTolerantCheckpoint:
+        arguments = {
+            "every_n_train_steps": 4, "keep_last": 2, "local_dirpath": self.local, "local_every_n_train_steps": 1,
+            **kwargs,
+        }  # fmt: skip
+        return ft.FaultTolerantCheckpoint(self.remote, **arguments)
+
+    def run(self, *callbacks: Any, ckpt_path: Any = "last", max_steps: int = 6, io: Any = None, **kwargs: Any) -> Any:
+        """One start: 8 batches per epoch; returns the module."""
+        made = trainer(*callbacks, self.ours(**kwargs), max_steps=max_steps, plugins=io and [io])
+        return fit(made, ckpt_path=ckpt_path)
+
+    def steps(self, dirpath: Any) -> list[int]:
+        return [int(name[5:13]) for name in names(dirpath)]
+
+    def same(self, step: int) -> bool:
+        """Whether the file of this step is the same in both directories."""
+        name = checkpoint_name(step)
+        return (self.local / name).read_bytes() == (self.remote / name).read_bytes()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenacity.nap.time, "sleep", lambda secs: None)
+
+
+class Gate:
+    """A store that is slow without a clock: uploads stand at their beginning until they are let go."""
+
+    def __init__(self, *, fails: int = 0) -> None:
+        self.open = threading.Event()
+        self.stands = threading.Event()
+        self.fails = fails
+
+    def __call__(self, event: events.Event) -> None:
+        if not isinstance(event, events.UploadStarted):
+            return
+        self.stands.set()
+        assert self.open.wait(WAIT_SECS)
+        if self.fails:
+            self.fails -= 1
+            raise PermissionError("the store says no")
+
+
+# -- saving ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_often_here_and_less_often_there(async_save: bool, place: Place) -> None:
+    """One save for both where both are due, the same file in both, each with a rotation of its own."""
+    io = ft.FaultTolerantCheckpointIO(async_save=async_save)
+    with runs.recorded() as seen:
+        place.run(max_steps=7, io=io)
+    assert place.steps(place.local) == [6, 7]
+    assert place.steps(place.remote) == [4, 7]
+    assert place.same(7)
+    saved = [e.step for e in seen if isinstance(e, events.SaveStarted)]
+    assert saved == [1, 2, 3, 4, 5, 6, 7]
+    uploaded = [(e.step, Path(e.source).parent) for e in seen if isinstance(e, events.UploadStarted)]
+    assert uploaded == [(4, place.local), (7, place.local)]
+
+
+def test_without_a_rule_of_its_own_nothing_is_saved_that_is_not_due_there(place: Place) -> None:
+    place.run(max_steps=8, local_every_n_train_steps=None, every_n_train_steps=3)
+    assert place.steps(place.local) == [6, 8]
+    assert place.steps(place.remote) == [6, 8]
+
+
+def test_to_an_object_store(place: Place) -> None:
+    with runs.memory() as url:
+        place.remote = url  # type: ignore[assignment]
+        place.run()
+        assert place.steps(url) == [4, 6]
+        assert (
+            Storage()._fs(url).cat_file(f"{url}/{checkpoint_name(6)}")
+            == (place.local / checkpoint_name(6)).read_bytes()
+        )
+        shutil.rmtree(place.local)  # another machine
+        assert place.run(max_steps=8).steps[0][1] == 6
+
+
+def test_the_last_state_is_in_both_though_it_was_saved_here_only(place: Place) -> None:
+    """One save: what is on the local disk already is uploaded."""
+    with runs.recorded() as seen:
+        place.run(max_steps=8, every_n_train_steps=100)
+    assert [e.step for e in seen if isinstance(e, events.SaveStarted)] == list(range(1, 9))
+    assert place.steps(place.remote) == [8]
+    assert place.same(8)
+
+
+@pytest.mark.parametrize("save_on_train_end", [True, False])
+def test_save_on_train_end_is_about_both(place: Place, save_on_train_end: bool) -> None:
+    place.run(save_on_train_end=save_on_train_end, every_n_train_steps=5)
+    assert place.steps(place.local) == [5, 6]
+    assert place.steps(place.remote) == ([5, 6] if save_on_train_end else [5])
+
+
+def test_what_waits_for_its_upload_stays(place: Place) -> None:
+    """While the store is slow, saves go on, and only when the upload is over is its source removed."""
+    gate = Gate()
+    there: list[list[int]] = []
+
+    def look(trainer: Any) -> None:
+        if trainer.global_step == 5:
+            assert gate.stands.wait(WAIT_SECS)
+        if trainer.global_step == 7:
+            io.writer.drain()
+            there.append(place.steps(place.local))
+            gate.open.set()
+
+    io = ft.FaultTolerantCheckpointIO()
+    with runs.observing(gate):
+        place.run(runs.Each(look), max_steps=8, local_keep_last=1, io=io)
+    assert there == [[4, 7]]
+    assert place.steps(place.local) == [8]
+    assert place.steps(place.remote) == [4, 8]
+
+
+def test_an_upload_that_still_waits_gives_way_to_the_next(place: Place) -> None:
+    """Training never waits for the store, and the last one is not left out."""
+    gate = Gate()
+
+    def look(trainer: Any) -> None:
+        if trainer.global_step == 3:
+            assert gate.stands.wait(WAIT_SECS)
+        if trainer.global_step == 7:
+            io.writer.drain()  # the local saves alone
+            gate.open.set()
+
+    io = ft.FaultTolerantCheckpointIO()
+    with runs.recorded() as seen, runs.observing(gate):
+        place.run(runs.Each(look), max_steps=8, every_n_train_steps=2, keep_last=-1, io=io)
+    left_out = [e.step for e in seen if isinstance(e, events.SaveSkipped)]
+    assert left_out == [4]
+    assert place.steps(place.remote) == [2, 6, 8]
+    assert place.steps(place.local) == [7, 8]
+
+
+def test_loggers_hear_of_both(place: Place, tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    told: list[str] = []
+
+    class Telling(CSVLogger):
+        def after_save_checkpoint(self, callback: Any) -> None:
+            assert Storage().exists(callback.last_model_path)
+            told.append(Path(callback.last_model_path).parent.name)
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            logged.update(metrics)
+
+    logged: dict[str, float] = {}
+    fit(trainer(place.ours(), max_steps=6, logger=Telling(tmp_path / "logs")))
+    assert told[-1] == "remote"
+    assert {"ft/write_secs", "ft/upload_write_secs", "ft/upload_bytes_per_sec"} <= set(logged)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_upload_ends_the_run_by_its_name(place: Place) -> None:
+    gate = Gate(fails=1)
+    gate.open.set()
+    with runs.observing(gate), pytest.raises(SaveError) as caught:
+        place.run(max_steps=8)
+    assert f"checkpoint {checkpoint_name(4)} (step 4) was not uploaded to {place.remote}" in str(caught.value)
+    assert "PermissionError: the store says no" in str(caught.value)
+    # What is here is good, and the run goes on from it.
+    assert place.run(max_steps=8).steps[0][1] >= 4
+    assert place.steps(place.remote)[-1] == 8
+
+
+def test_failed_uploads_are_lived_with_until_the_third_in_a_row(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """Local saves that succeed in between do not count for them."""
+    gate = Gate(fails=2)
+    gate.open.set()
+    io = ft.FaultTolerantCheckpointIO(on_error="warn")
+    drained = runs.Each(lambda trainer: io.drain())
+    with runs.observing(gate):
+        place.run(drained, max_steps=8, every_n_train_steps=2, io=io)
+    assert place.steps(place.remote) == [6, 8]
+    assert "(training goes on; 1 in a row, the run stops at 3)" in caplog.text
+    gate.fails = 3
+    io = ft.FaultTolerantCheckpointIO(on_error="warn")
+    drained = runs.Each(lambda trainer: io.drain())
+    with runs.observing(gate), pytest.raises(SaveError, match="was not uploaded"):
+        place.run(drained, max_steps=20, every_n_train_steps=2, io=io, ckpt_path=None)
+
+
+def test_the_last_upload_is_made_again_when_training_ends(place: Place) -> None:
+    """It failed and the run goes on (`on_error`): the state is on the local disk, and is uploaded from there."""
+    gate = Gate(fails=1)
+    gate.open.set()
+    io = ft.FaultTolerantCheckpointIO(on_error="warn")
+    with runs.recorded() as seen, runs.observing(gate):
+        place.run(max_steps=8, every_n_train_steps=None, every_n_epochs=1, io=io)
+    assert place.steps(place.remote) == [8]
+    assert [e.step for e in seen if isinstance(e, events.SaveStarted)] == list(range(1, 9))
+    assert [e.step for e in seen if isinstance(e, events.UploadStarted)] == [8, 8]
+
+
+def test_a_failed_local_save_is_not_uploaded_and_nothing_is_removed(place: Place) -> None:
+    def full(event: events.Event) -> None:
+        if isinstance(event, events.AttemptOpened) and event.path.endswith(f"local/{checkpoint_name(4)}"):
+            raise OSError(28, "No space left on device")
+
+    io = ft.FaultTolerantCheckpointIO()
+    with runs.observing(full), pytest.raises(SaveError, match=f"local/{checkpoint_name(4)}"):
+        place.run(runs.Each(lambda trainer: io.drain()), max_steps=8, io=io)
+    assert place.steps(place.remote) == []
+    assert place.steps(place.local) == [2, 3]
+
+
+# -- restarting --------------------------------------------------------------------------------------------------
+
+
+def crashed(place: Place, at: int = 6, **kwargs: Any) -> None:
+    """A run that ends in an exception: the newest state is in the local directory alone."""
+    with pytest.raises(RuntimeError, match="own crash"):
+        place.run(runs.CrashAt(at), max_steps=8, **kwargs)
+
+
+def break_it(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_from_the_newest_of_both(place: Place) -> None:
+    crashed(place)
+    assert (place.steps(place.local), place.steps(place.remote)) == ([5, 6], [4])
+    with runs.recorded() as seen:
+        module = place.run(max_steps=8)
+    assert [e.path for e in seen if isinstance(e, events.Resumed)] == [str(place.local / checkpoint_name(6))]
+    assert [step[1] for step in module.steps] == [6, 7]
+    assert place.steps(place.local) == [7, 8]
+
+
+@pytest.mark.parametrize("lost", ["local", "local broken", "remote", "remote broken", "local 6 broken"])
+def test_from_the_other_copy(lost: str, place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    place.run()
+    (place.local / checkpoint_name(5)).unlink()
+    assert place.same(6)
+    if lost in ("local", "remote"):
+        shutil.rmtree(getattr(place, lost))
+    elif lost == "local 6 broken":
+        break_it(place.local / checkpoint_name(6))
+    else:
+        for path in getattr(place, lost.split()[0]).glob("*.ckpt"):
+            break_it(path)
+    with runs.recorded() as seen:
+        place.run(max_steps=8)
+    resumed = next(Path(e.path) for e in seen if isinstance(e, events.Resumed))
+    assert resumed == (place.remote if "local" in lost else place.local) / checkpoint_name(6)
+    if lost.startswith("local") and "broken" in lost:
+        assert f"passed over {place.local / checkpoint_name(6)}: data is damaged" in caplog.text
+    assert place.same(8)
+
+
+def test_what_the_run_goes_on_from_is_uploaded_if_it_was_not(place: Place) -> None:
+    """Its upload was cut off, or it was not due there: after a restart it is in both at once."""
+    crashed(place)
+    uploaded: list[int] = []
+
+    def look(event: events.Event) -> None:
+        if isinstance(event, events.UploadStarted):
+            uploaded.append(event.step)
+
+    with runs.observing(look):
+        place.run(max_steps=8)
+        assert uploaded == [6, 8]
+        # Also if nothing is left to train: a run that was killed when its last upload was under way.
+        (place.remote / checkpoint_name(8)).unlink()
+        place.run(max_steps=8)
+        assert uploaded == [6, 8, 8]
+        assert place.same(8)
+        place.run(max_steps=8)
+    assert uploaded == [6, 8, 8]
+
+
+def test_names_are_free_in_both(place: Place) -> None:
+    """A second run in the same directories does not write over anything, here or there."""
+    place.run()
+    before = {p: p.read_bytes() for p in (*place.local.glob("*.ckpt"), *place.remote.glob("*.ckpt"))}
+    place.run(ckpt_path=None)
+    assert all(p.read_bytes() == data for p, data in before.items())
+    assert (place.local / checkpoint_name(6, 1)).exists()
+    assert (place.remote / checkpoint_name(6, 1)).exists()
+    assert ft.list_checkpoints(str(place.local))[0].manifest.start == 2  # type: ignore[union-attr]
+
+
+def test_another_dirpath_does_not_continue_the_run_of_the_first(place: Place, tmp_path: Path) -> None:
+    crashed(place)
+    place.remote = tmp_path / "elsewhere"
+    for ckpt_path in ("last", None):
+        with pytest.raises(ConfigurationError, match=r"local_dirpath=.*holds checkpoints that were saved for dirpath="):
+            place.run(ckpt_path=ckpt_path)
+
+
+def test_only_unusable_ones_in_both(place: Place) -> None:
+    place.run()
+    for path in (*place.local.glob("*.ckpt"), *place.remote.glob("*.ckpt")):
+        break_it(path)
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        place.run()
+    assert len(caught.value.reasons) == 4
+
+
+def test_a_path_of_either_directory_continues_the_run(place: Place) -> None:
+    place.run()
+    run_id = ft.list_checkpoints(str(place.local))[0].manifest.run_id  # type: ignore[union-attr]
+    for dirpath, last in ((place.local, 7), (place.remote, 8)):
+        place.run(max_steps=last, ckpt_path=str(dirpath / checkpoint_name(last - 1)), every_n_train_steps=100)
+        newest = ft.list_checkpoints(str(place.remote))[0].manifest
+        assert newest is not None
+        assert (newest.step, newest.run_id) == (last, run_id)
+
+
+def test_an_older_path_begins_a_branch_that_supersedes(place: Place) -> None:
+    place.run()
+    place.run(max_steps=5, ckpt_path=str(place.remote / checkpoint_name(4)))
+    assert place.run(max_steps=8).steps[0][1] == 5
+
+
+def test_the_directories_are_locked_and_free_again(place: Place) -> None:
+    def second(trainer: Any) -> None:
+        if trainer.global_step == 2:
+            with pytest.raises(ft.DirectoryInUseError, match=str(place.local)):
+                fit(runs.trainer(ft.FaultTolerantCheckpoint(place.local), max_steps=1))
+
+    place.run(runs.Each(second))
+    place.run(max_steps=7)
+
+
+def test_leftovers_of_both_are_removed(place: Place) -> None:
+    crashed(place)
+    left = [d / _names.attempt_name("a.ckpt", "0" * 16) for d in (place.local, place.remote)]
+    for path in left:
+        path.write_bytes(b"half")
+    place.run(max_steps=8)
+    assert not any(path.exists() for path in left)
+
+
+def test_another_plugin_cannot_have_two(place: Place) -> None:
+    class Foreign(TorchCheckpointIO):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"local_dirpath=.*only FaultTolerantCheckpointIO copies"):
+        place.run(io=Foreign(), ckpt_path=None)
+
+
+def test_the_default_dirpath_is_no_local_one(tmp_path: Path) -> None:
+    ours = ft.FaultTolerantCheckpoint(local_dirpath=tmp_path / "checkpoints")
+    with pytest.raises(ConfigurationError, match="is dirpath"):
+        fit(trainer(ours, default_root_dir=tmp_path))
