@@ -162,6 +162,7 @@ def test_an_upload_that_still_waits_gives_way_to_the_next(place: Place) -> None:
         if trainer.global_step == 7:
             io.writer.drain()  # the local saves alone
             gate.open.set()
+            io.drain()
 
     io = ft.FaultTolerantCheckpointIO()
     with runs.recorded() as seen, runs.observing(gate):
