@@ -129,7 +129,7 @@ class Writer:
         self._condition = threading.Condition()
         self._tasks: deque[SaveTask | _RemoveTask | _CallTask | _ReplacedTask] = deque()
         self._running = False
-        self._closing = False
+        self._closing = self._ended = False
         self._thread: threading.Thread | None = None
         self._failure: SaveError | None = None
         self._jitter = random.Random()  # noqa: S311 - its own: the global one belongs to the training
@@ -137,9 +137,7 @@ class Writer:
         self._last_save_failed = False
         self._saving = False
         self._writing = ""
-        self._submitted = 0
-        self._begun = 0
-        self._over = 0
+        self._submitted = self._begun = self._over = 0
         self._failed_after = -1  # so many saves were submitted before the last one that failed
         self.failures_in_a_row = 0
         _writers.add(self)
@@ -269,13 +267,16 @@ class Writer:
 
     def close(self) -> None:
         """Everything submitted is on disk or failed and no thread is left; the next task starts a new one."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = None
-        self._closing = False
+        thread = None
+        while True:
+            with self._condition:
+                if self._thread is thread and not self._tasks:  # nobody has asked for anything in the meantime
+                    self._thread, self._closing = None, False
+                    return
+                self._closing, thread = True, self._thread
+                self._condition.notify_all()
+            if thread is not None:
+                thread.join()
 
     # -- the writer thread ---------------------------------------------------------------------------------------
 
@@ -291,7 +292,8 @@ class Writer:
 
     def _enqueue(self, task: SaveTask | _RemoveTask | _CallTask) -> None:
         self._tasks.append(task)
-        if self._thread is None:
+        if self._thread is None or self._ended:
+            self._ended = False
             # A daemon, since a thread that waits for tasks would keep the interpreter from ending: see `_finish`.
             self._thread = threading.Thread(target=self._run, name=self.THREAD, daemon=True)
             self._thread.start()
@@ -302,6 +304,7 @@ class Writer:
             with self._condition:
                 self._condition.wait_for(lambda: self._tasks or self._closing)
                 if not self._tasks:
+                    self._ended = True
                     return
                 task = self._tasks.popleft()
                 self._running, self._saving, self._writing = True, isinstance(task, SaveTask), task.path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -12,6 +12,8 @@ from lightning_ft._dist import Ranks
 from lightning_ft._names import is_local, join, probe_name
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.storage import Storage
+
+_log = logging.getLogger(__name__)
 
 
 def require_same_directory(ranks: Ranks, dirpath: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -72,8 +74,12 @@ def _problem(storage: Storage, path: str, token: str) -> str | None:
 
 
 def _remove(storage: Storage, path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    try:
         if is_local(path):
             os.unlink(path)
         else:
             storage._fs(path).rm_file(path)
+    except (
+        Exception
+    ) as error:  # raised on this rank alone, it would leave the others waiting; the next start removes it
+        _log.warning("could not remove %s: %s: %s", path, type(error).__name__, error)

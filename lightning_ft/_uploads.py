@@ -62,7 +62,7 @@ class Uploads(Writer):
     def sources(self) -> frozenset[str]:
         """Local checkpoints that must stay, since they are still to be copied. Thread: any."""
         with self._condition:
-            return frozenset(self._sources[path] for path in self.paths)
+            return frozenset(source for path, source in self._sources.items() if path in self.paths)
 
     def upload(
         self, source: str, path: str, manifest: Manifest, on_commit: Callable[[Manifest], None], *, replaceable: bool
