@@ -79,7 +79,6 @@ def _remove(storage: Storage, path: str) -> None:
             os.unlink(path)
         else:
             storage._fs(path).rm_file(path)
-    except (
-        Exception
-    ) as error:  # raised on this rank alone, it would leave the others waiting; the next start removes it
+    except Exception as error:
+        # Raised on this rank alone, it would leave the others waiting. The next start removes it.
         _log.warning("could not remove %s: %s: %s", path, type(error).__name__, error)

@@ -171,7 +171,8 @@ class Session:
         if self._tiers.has(path) and not self._ranks.decide(lambda: self._superseded(saved, path)):
             self.run_id = saved["run_id"]
             if self._ranks.is_zero and self._tiers.is_local(path):
-                self._tiers.upload_resumed(path, saved["generation"], self.run_id)
+                # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
+                self._tiers.upload(path, self.run_id, last=True)
 
     def _superseded(self, saved: dict[str, Any], path: str) -> bool:
         """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""

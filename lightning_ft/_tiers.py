@@ -26,6 +26,7 @@ from lightning_ft._lock import DirectoryLock
 from lightning_ft._same_directory import require_same_directory
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft.discovery import list_checkpoints, next_start
+from lightning_ft.errors import CheckpointError
 from lightning_ft.events import Committed
 from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -60,7 +61,6 @@ class Tiers:
         self._options = plugin.storage_options if plugin is not None else None
         self._locks: list[DirectoryLock] = []
         self._names: set[str] = set()
-        self._remote: dict[str, str] = {}  # rank 0: name to generation, of what is in `dirpath` at the start
         self._newest: tuple[str, Manifest] | None = None  # of the local directory; only the writer thread looks
         # A full read back is the only way to know a checkpoint better than its listing does.
         read = plugin is not None and plugin.verify_after_write == "full"
@@ -105,10 +105,7 @@ class Tiers:
         if self.local is not None:
             self._open_one(self.local.dirpath, Storage())
             _two_tiers.claim(self.local.dirpath, self.dirpath)
-        remote = list_checkpoints(self.dirpath, self._options)
-        local = [] if self.local is None else list_checkpoints(self.local.dirpath)
-        self._remote = {i.name: "" if i.manifest is None else i.manifest.generation for i in remote}
-        infos = [*remote, *local]
+        infos = self.infos()
         return {info.name for info in infos}, next_start(infos), uuid.uuid4().hex
 
     def _open_one(self, dirpath: str, storage: Storage) -> None:
@@ -160,7 +157,7 @@ class Tiers:
         return partial(self._after_local, path, run_id, upload, last)
 
     def upload(self, path: str, run_id: str, *, last: bool) -> None:
-        """The local checkpoint `path`, which was saved before or is being saved, is on its way to `dirpath`.
+        """The local checkpoint `path`, which was saved before or is being saved, will be in `dirpath`, if it is not.
 
         Ranks: zero. Thread: main. Blocks on: nothing. If `path` is not there when its turn comes, because its save has
         failed, nothing happens: that failure was reported.
@@ -168,24 +165,24 @@ class Tiers:
         assert self._plugin is not None
         self._plugin.writer.then(path, partial(self._upload_if_there, path, run_id, last))
 
-    def upload_resumed(self, path: str, generation: str, run_id: str) -> None:
-        """What the run goes on from is on its way to `dirpath`, if it is not there: its upload was cut off.
-
-        Ranks: zero. Thread: main. Blocks on: nothing.
-        """
-        there = self._remote.get(_names.split(path)[1])
-        if there == generation:
-            return
-        if there is not None:
-            _log.warning("%s is not uploaded: %s has another checkpoint of that name", path, self.dirpath)
-            return
-        self.upload(path, run_id, last=True)
-
     def _upload_if_there(self, path: str, run_id: str, last: bool) -> None:
         with contextlib.suppress(FileNotFoundError):
             manifest, _ = Storage().read_manifest(path)
-            if manifest is not None:
+            if manifest is not None and not self._is_uploaded(path, manifest):
                 self._ask_for_upload(path, run_id, last, manifest)
+
+    def _is_uploaded(self, path: str, manifest: Manifest) -> bool:
+        """Whether `dirpath` has the name of the local checkpoint `path`, which is then not written over."""
+        target = _names.join(self.dirpath, _names.split(path)[1])
+        try:
+            there, _ = Storage(self._options).read_manifest(target)
+        except FileNotFoundError:
+            return False
+        except CheckpointError:
+            there = None
+        if there is None or there.generation != manifest.generation:
+            _log.warning("%s is not uploaded: %s is another checkpoint, or damaged", path, target)
+        return True
 
     def _after_local(self, path: str, run_id: str, upload: bool, last: bool, manifest: Manifest) -> None:
         self._newest = path, manifest

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 
 import lightning_ft as ft
+from lightning_ft import events, testing
 from lightning_ft._names import parse_leftover
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
@@ -111,3 +112,28 @@ def only_local(dirpath: str) -> L.Trainer:
 def test_no_silent_fresh_start_if_the_only_ones_are_on_one_machine(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not seen by rank 1, and there is no other in dirpath"):
         assert_resume_exact(only_local, s.Net, s.shuffled, kill_at=3, world_size=2, root=tmp_path)
+
+
+class UploadsFail(s.Net):
+    """The store of rank 0 takes nothing from the fourth step on."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 0 and self.trainer.global_step == 3:
+
+            def refuse(event: events.Event) -> None:
+                if isinstance(event, events.UploadStarted):
+                    raise PermissionError(13, "the store says no", event.path)
+
+            events.observe(refuse)
+
+
+def both_every_step(dirpath: str) -> L.Trainer:
+    return s.ddp(dirpath, every=1, ft_args={"local_dirpath": f"{dirpath}-local"})
+
+
+def test_f2_a_failed_upload_is_known_to_both_ranks_at_the_next_step(tmp_path: Path) -> None:
+    errors = start(tmp_path, UploadsFail, both_every_step)
+    assert all("SaveError" in error and "was not uploaded to" in error for error in errors)
+    assert all("the store says no" in error for error in errors)
+    steps = [len(testing._read(tmp_path, rank)) for rank in range(2)]
+    assert steps[0] == steps[1]

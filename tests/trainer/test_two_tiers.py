@@ -390,3 +390,20 @@ def test_the_default_dirpath_is_no_local_one(tmp_path: Path) -> None:
     ours = ft.FaultTolerantCheckpoint(local_dirpath=tmp_path / "checkpoints")
     with pytest.raises(ConfigurationError, match="is dirpath"):
         fit(trainer(ours, default_root_dir=tmp_path))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_upload_never_writes_over_another_checkpoint(
+    damaged: bool, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another machine has got as far as this one, and the store has its file of that name."""
+    crashed(place)
+    other = place.remote / checkpoint_name(6)
+    shutil.copy(place.remote / checkpoint_name(4), other)
+    if damaged:
+        other.write_bytes(other.read_bytes()[:-1])
+    before = other.read_bytes()
+    place.run(max_steps=8, keep_last=-1)
+    assert other.read_bytes() == before
+    assert f"{place.local / checkpoint_name(6)} is not uploaded: {other} is another" in caplog.text
+    assert place.same(8)
