@@ -173,6 +173,17 @@ def test_an_upload_that_still_waits_gives_way_to_the_next(place: Place) -> None:
     assert place.steps(place.local) == [7, 8]
 
 
+def test_what_is_due_there_gives_way_to_nothing_that_is_not(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``when_busy="newest"`` a waiting save gives way to a newer one, but not to one that is not uploaded."""
+    slow = runs.Slow(monkeypatch)
+    io = ft.FaultTolerantCheckpointIO(when_busy="newest")
+    with runs.recorded() as seen, runs.observing(slow):
+        place.run(io=io, every_n_train_steps=3)
+    left_out = [e.step for e in seen if isinstance(e, events.SaveSkipped) and str(place.local) in e.path]
+    assert left_out, "nothing had to wait: this shows nothing"
+    assert not {3, 6} & set(left_out)
+
+
 def test_loggers_hear_of_both(place: Place, tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
@@ -246,6 +257,32 @@ def test_a_failed_local_save_is_not_uploaded_and_nothing_is_removed(place: Place
         place.run(runs.Each(lambda trainer: io.drain()), max_steps=8, io=io)
     assert place.steps(place.remote) == []
     assert place.steps(place.local) == [2, 3]
+
+
+def test_a_failed_save_keeps_what_an_upload_would_have_let_go(place: Place) -> None:
+    gate = Gate()
+    local = f"{place.local / checkpoint_name(6)}"
+
+    def full(event: events.Event) -> None:
+        if isinstance(event, events.AttemptOpened) and event.path == local:
+            raise OSError(28, "No space left on device")
+
+    there: list[list[int]] = []
+
+    def look(trainer: Any) -> None:
+        if trainer.global_step == 5:
+            assert gate.stands.wait(WAIT_SECS)
+        if trainer.global_step == 6:
+            io.writer.drain()  # the sixth has failed
+            gate.open.set()
+            io.drain()
+            there.append(place.steps(place.local))
+
+    io = ft.FaultTolerantCheckpointIO(on_error="warn")
+    with runs.observing(full, gate):
+        place.run(runs.Each(look), max_steps=7, local_keep_last=1, io=io)
+    assert there == [[4, 5]]
+    assert place.steps(place.local) == [7]
 
 
 # -- restarting --------------------------------------------------------------------------------------------------
