@@ -37,9 +37,8 @@ def read_back(storage: Storage, path: str, written: Manifest, depth: ReadBackDep
     manifest, _ = storage.read_manifest(path)
     if manifest is None:
         raise CorruptCheckpointError(path, "has no manifest any more")
-    if manifest.generation != written.generation:
+    if (manifest.generation, manifest.digest) != (written.generation, written.digest):
         raise CorruptCheckpointError(path, f"is of another save (generation {manifest.generation})")
-    # The digest in the file is covered by its seal, and is not taken for the one of what was written all the same.
     if depth == "full" and storage.read_digest(path, written.size_bytes) != written.digest:
         raise CorruptCheckpointError(path, "data is damaged: its digest does not match what was written")
     events.emit(events.ReadBack(path))

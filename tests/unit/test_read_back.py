@@ -62,6 +62,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
     "empty": (lambda path: os.truncate(path, 0), "truncated", ("size", "full")),
     "gone": (os.unlink, "No such file", ("size", "full")),
     "another save": (lambda path: save(str(path), generation="b" * 32), "is of another save", ("size", "full")),
+    "other data of that save": (lambda path: save(str(path)), "is of another save", ("size", "full")),
     "another tool's": (lambda path: path.write_bytes(archive()), "has no manifest", ("size", "full")),
 }
 
