@@ -12,7 +12,7 @@ PYTEST_WORKERS ?= 2
 test test-slow test-lowest demo: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-lowest lint bench clean
+.PHONY: help demo test test-slow test-lowest lint bench bench-stores clean
 
 help:
 	@echo "make demo       kill a training twice, restart it, compare every number with an uninterrupted run"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      what saves, idle steps and restarts cost, beside Lightning's own ways and the limits of this"
 	@echo "                machine: ten minutes, into runs/bench (ARGS=--quick: about one; ARGS=--help)"
+	@echo "make bench-stores  uploads and downloads beside those of s3fs, against a real S3 server: a minute"
 	@echo "make clean      remove caches and builds (not $(VENV))"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -66,6 +67,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+bench-stores: $(STAMP)
+	$(BIN)/python -m tests.benchmarks.stores $(ARGS)
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .coverage*

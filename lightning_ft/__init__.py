@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         RankFailure,
         RestoreError,
         SaveError,
+        StorageError,
         TopologyError,
         UnsupportedFormatError,
     )
@@ -57,6 +58,7 @@ __all__ = [
     "RankFailure",
     "RestoreError",
     "SaveError",
+    "StorageError",
     "TopologyError",
     "UnsupportedFormatError",
     "__version__",
@@ -82,6 +84,7 @@ _MODULE_OF = {
     "RankFailure": "errors",
     "RestoreError": "errors",
     "SaveError": "errors",
+    "StorageError": "errors",
     "TopologyError": "errors",
     "UnsupportedFormatError": "errors",
     "last_good": "discovery",

@@ -10,11 +10,8 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
 
 import xxhash
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from fsspec.spec import AbstractBufferedFile
 
 from lightning_ft._direct import DiskStream
 from lightning_ft._names import attempt_name, join, split
@@ -71,6 +68,8 @@ class Attempt(ABC):
         self.path = path
         self.attempt = attempt
         self.failure: Exception | None = None
+        self.manifest: Manifest | None = None
+        """Known once it is being committed."""
         self._hash = xxhash.xxh3_128()
         self._pending = bytearray()
         self._size_bytes = 0
@@ -115,6 +114,7 @@ class Attempt(ABC):
             self._put_pending()
         manifest = make_manifest(self._size_bytes, self._hash.hexdigest())
         assert (manifest.size_bytes, manifest.digest) == (self._size_bytes, self._hash.hexdigest())
+        self.manifest = manifest
         try:
             ending = seal(bytes(self._pending), manifest)
         except ManifestError as error:
@@ -237,50 +237,3 @@ class LocalAttempt(Attempt):
             # Renamed by a commit, or aborted before.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.attempt)
-
-
-class ObjectAttempt(Attempt):
-    """An upload straight to the final key, which the store publishes, whole or not at all, at close."""
-
-    def __init__(self, fs: Any, path: str) -> None:
-        super().__init__(path, path)
-        self._fs = fs
-        self._published = False
-        with self._own_error():
-            # The memory file system publishes at open; its file object alone, at commit.
-            self._stream = (
-                MemoryFile(fs, fs._strip_protocol(path)) if isinstance(fs, MemoryFileSystem) else fs.open(path, "wb")
-            )
-
-    def _write_all(self, view: memoryview) -> None:
-        while view.nbytes:
-            view = view[self._stream.write(view) :]
-
-    def _publish(self, total_bytes: int) -> None:
-        with self._own_error():
-            publish = self._stream.commit if isinstance(self._stream, MemoryFile) else self._stream.close
-            publish()  # The commit.
-            self._published = True
-            self._fs.invalidate_cache()
-            stored_bytes = self._fs.info(self.path)["size"]
-            if stored_bytes != total_bytes:
-                self._fs.rm_file(self.path)
-                raise SaveError(
-                    f"{self.path}: {total_bytes} bytes were uploaded, the store holds {stored_bytes}",
-                    self.path,
-                )
-        emit(DataSynced(self.path, self.attempt))
-
-    def abort(self) -> None:
-        if self._published or isinstance(self._stream, MemoryFile):
-            return
-        if isinstance(self._stream, AbstractBufferedFile):
-            try:
-                self._stream.discard()
-            finally:
-                # Otherwise the garbage collector closes it, and so publishes half a checkpoint.
-                self._stream.closed = True
-        else:
-            self._stream.close()
-            self._fs.rm_file(self.path)
-        self._published = True

@@ -7,9 +7,11 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from lightning_ft import _loops, _names, _two_tiers, discovery
 from lightning_ft._dist import Ranks
@@ -140,8 +142,13 @@ def insist(trainer: pl.Trainer, path: str) -> Callable[[], None]:
     The returned function takes that back, for a fit that ends before it loads.
 
     Lightning takes whichever candidate has the latest modification time. That says nothing of which state is newer,
-    nor of whether the file is whole.
+    nor of whether the file is whole. And it asks the store without the `storage_options` of the plugin.
     """
+    finding = checkpoint_connector.get_filesystem  # type: ignore[attr-defined]  # imported there
+
+    def get_filesystem(candidate: Any, **kwargs: Any) -> Any:
+        return _Chosen() if candidate == path else finding(candidate, **kwargs)
+
     connector = trainer._checkpoint_connector
     original = connector.resume_start
 
@@ -149,5 +156,23 @@ def insist(trainer: pl.Trainer, path: str) -> Callable[[], None]:
         undo()
         original(path if checkpoint_path is not None else None, *args, **kwargs)
 
-    undo = _loops.replaced(connector, "resume_start", resume_start)
+    undos = [
+        _loops.replaced(connector, "resume_start", resume_start),
+        _loops.replaced(checkpoint_connector, "get_filesystem", get_filesystem),
+    ]
+
+    def undo() -> None:
+        for each in undos:
+            each()
+
     return undo
+
+
+class _Chosen:
+    """What Lightning asks of the file system of a candidate, answered for one that is chosen already."""
+
+    def exists(self, path: Any) -> bool:
+        return True
+
+    def modified(self, path: Any) -> datetime:
+        return datetime.max.replace(tzinfo=timezone.utc)

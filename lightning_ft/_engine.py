@@ -22,7 +22,6 @@ are held back until a later one has committed, because the caller who asked for 
 from __future__ import annotations
 
 import atexit
-import errno
 import logging
 import random
 import threading
@@ -39,18 +38,12 @@ from lightning_ft import _serialise, events
 from lightning_ft._read_back import ReadBackDepth, read_back, take_away
 from lightning_ft._save_times import SaveTimes
 from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError
+from lightning_ft._store_errors import is_transient
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
-
-# Errors of a busy or briefly absent store; a full disk or a missing permission is not going to mend itself.
-_TRANSIENT = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET})
-
-
-# Clients of object stores, whose own errors are no OSErrors: a lost connection, a response cut short, a time-out.
-_CLIENTS = frozenset({"aiohttp", "asyncio", "botocore", "requests", "urllib3"})
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
@@ -418,7 +411,7 @@ class Writer:
 
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_is_transient),
+            retry=tenacity.retry_if_exception(is_transient),
             stop=tenacity.stop_after_attempt(self._retries + 1),
             wait=lambda state: min(10.0, 0.1 * 2.0**state.attempt_number) + self._jitter.random(),
             before_sleep=_say_and_forget,
@@ -441,9 +434,3 @@ def _say_and_forget(retry: tenacity.RetryCallState) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
-
-
-def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _TRANSIENT
-    return type(error).__module__.partition(".")[0] in _CLIENTS

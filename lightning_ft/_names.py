@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FORMAT_VERSION = 1
@@ -39,6 +40,37 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     step, version = int(match[1]), int(match[2] or 0)
     # A ninth digit is only ours if the number needs it: two names for one step could not be told apart.
     return (step, version) if checkpoint_name(step, version) == name else None
+
+
+IN_SIGHT = 2
+"""A new name is one of so many that come last among all, by step or by version: see `next_name`."""
+
+
+def next_name(step: int, names: Iterable[str]) -> str:
+    """A name for a new checkpoint that is none of `names`, and from which its being the newest can be guessed.
+
+    It is one of the last by step and version, as it is anyway unless training went back by several checkpoints; then
+    it gets a version that makes it one of the last by version and step.
+    """
+    taken = {parsed for name in names if (parsed := parse_checkpoint_name(name))}
+
+    def in_sight(version: int) -> bool:
+        later_steps = sum(other > (step, version) for other in taken)
+        later_versions = sum(other[::-1] > (version, step) for other in taken)
+        return min(later_steps, later_versions) < IN_SIGHT
+
+    version = 0
+    while (step, version) in taken or not in_sight(version):
+        version += 1
+    return checkpoint_name(step, version)
+
+
+def likely_newest(names: Iterable[str], count: int) -> list[str]:
+    """The last `count` of our checkpoint names by step, and by version: the newest is one of them (`next_name`)."""
+    parsed = {found: name for name in names if (found := parse_checkpoint_name(name))}
+    by_step = sorted(parsed, reverse=True)[:count]
+    by_version = sorted(parsed, key=lambda found: found[::-1], reverse=True)[:count]
+    return [parsed[found] for found in dict.fromkeys(by_step + by_version)]
 
 
 @dataclass(frozen=True)

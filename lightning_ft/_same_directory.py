@@ -57,7 +57,7 @@ def _leave_token(storage: Storage, dirpath: str) -> str:
             file.flush()
             os.fsync(file.fileno())
     else:
-        storage._fs(path).pipe_file(path, token.encode())
+        storage._store(path).calls.call(path, "pipe_file", path, token.encode())
     return token
 
 
@@ -78,7 +78,7 @@ def _remove(storage: Storage, path: str) -> None:
         if is_local(path):
             os.unlink(path)
         else:
-            storage._fs(path).rm_file(path)
+            storage._store(path).calls.call(path, "rm_file", path)
     except Exception as error:
         # Raised on this rank alone, it would leave the others waiting. The next start removes it.
         _log.warning("could not remove %s: %s: %s", path, type(error).__name__, error)

@@ -28,9 +28,12 @@ class ThreadedFile(io.BufferedReader):
 
     Blocks on: `readinto`, until no thread touches the buffer any more, also when it raises: the buffer is the
     caller's, who may free it. The threads end with `close`.
+
+    Args:
+        path: A name, or a descriptor, which belongs to this object then.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | int) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._threads = usable_threads()
         super().__init__(io.FileIO(path))

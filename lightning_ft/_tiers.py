@@ -25,7 +25,7 @@ from lightning_ft._dist import Ranks
 from lightning_ft._lock import DirectoryLock
 from lightning_ft._same_directory import require_same_directory
 from lightning_ft._two_tiers import LocalTier
-from lightning_ft.discovery import list_checkpoints, next_start
+from lightning_ft.discovery import list_checkpoints, start_of
 from lightning_ft.errors import CheckpointError
 from lightning_ft.events import Committed
 from lightning_ft.manifest import CheckpointInfo, Manifest
@@ -105,8 +105,11 @@ class Tiers:
         if self.local is not None:
             self._open_one(self.local.dirpath, Storage())
             _two_tiers.claim(self.local.dirpath, self.dirpath)
-        infos = self.infos()
-        return {info.name for info in infos}, next_start(infos), uuid.uuid4().hex
+        names, start = start_of(self.dirpath, self._options)
+        if self.local is not None:
+            local_names, local_start = start_of(self.local.dirpath)
+            names, start = names | local_names, max(start, local_start)
+        return names, start, uuid.uuid4().hex
 
     def _open_one(self, dirpath: str, storage: Storage) -> None:
         storage.probe(dirpath)
@@ -128,9 +131,7 @@ class Tiers:
 
     def new_path(self, step: int) -> str:
         """Where to save: a name that is in neither directory, since no checkpoint is ever written over. Ranks: all."""
-        version = 0
-        while (name := _names.checkpoint_name(step, version)) in self._names:
-            version += 1
+        name = _names.next_name(step, self._names)
         self._names.add(name)
         return _names.join(self.first, name)
 

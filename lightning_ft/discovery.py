@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_ft._names import SUFFIX, join, normalise, parse_checkpoint_name, split
+from lightning_ft._names import SUFFIX, is_local, join, likely_newest, normalise, parse_checkpoint_name, split
+from lightning_ft._objects import Entry
 from lightning_ft.errors import (
     CheckpointError,
     ConfigurationError,
     CorruptCheckpointError,
     NoUsableCheckpointError,
+    StorageError,
 )
 from lightning_ft.events import PassedOver, emit
-from lightning_ft.manifest import CheckpointInfo
+from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.storage import Storage
 
 Depth = Literal["full", "size", "listed"]
@@ -25,6 +28,9 @@ _FOREIGN = "no manifest: written by plain Lightning or another tool"
 _NO_RUN = ""
 _MISSING = "missing"
 _LOOKS_AGAIN = 3
+
+LOOKED_AT_FIRST = 5
+"""Of a large directory, so many checkpoints that are last by step, and as many by version, are read at first."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,16 @@ def list_checkpoints(dirpath: str, storage_options: Mapping[str, Any] | None = N
     """
     storage = Storage(storage_options)
     dirpath = normalise(dirpath)
-    infos = [
-        _examine(storage, join(dirpath, name))
-        for name in storage.listdir(dirpath)
-        if name.endswith(SUFFIX) and not name.startswith(".")
-    ]
+    return _newest_first(_examine_all(storage, dirpath, _candidates(storage, dirpath)))
+
+
+def _candidates(storage: Storage, dirpath: str) -> list[Entry]:
+    entries = storage.entries(dirpath)
+    return [entry for entry in entries if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
+
+
+def _newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    infos = list(infos)
     good = sorted((info for info in infos if info.problem is None), key=_newness, reverse=True)
     return good + [info for info in infos if info.problem is not None]
 
@@ -100,11 +111,35 @@ def verify(path: str, depth: Depth = "full", storage_options: Mapping[str, Any] 
 
 def _examine(storage: Storage, path: str) -> CheckpointInfo:
     """What the end of the file says; everything that is wrong with this one file becomes its problem."""
+    return _described(path, next(storage.read_manifests([path])))
+
+
+# What was read of objects, by path and the version that a listing gave: nobody changes an object without changing that.
+_known: OrderedDict[tuple[str, str], CheckpointInfo] = OrderedDict()
+_MOST_KNOWN = 10_000
+
+
+def _examine_all(storage: Storage, dirpath: str, entries: Sequence[Entry]) -> list[CheckpointInfo]:
+    """`_examine` of each; of a store several at a time, and none a second time while it stays as it is."""
+    keys = [(join(dirpath, entry.name), entry.version) for entry in entries]
+    found = {key: _known[key] for key in keys if key in _known}
+    missing = [key for key in keys if key not in found]
+    for key, result in zip(missing, storage.read_manifests([path for path, _ in missing]), strict=True):
+        found[key] = _described(key[0], result)
+        if key[1] and found[key].manifest is not None:
+            _known[key] = found[key]
+    while len(_known) > _MOST_KNOWN:
+        _known.popitem(last=False)
+    return [found[key] for key in keys]
+
+
+def _described(path: str, result: tuple[Manifest | None, int] | Exception) -> CheckpointInfo:
     name = split(path)[1]
-    try:
-        manifest, size_bytes = storage.read_manifest(path)
-    except (CheckpointError, OSError) as error:
-        return CheckpointInfo(path, name, 0, None, _problem(error))
+    if isinstance(result, Exception):
+        if isinstance(result, StorageError) or not isinstance(result, (CheckpointError, OSError)):
+            raise result  # It says nothing of the file.
+        return CheckpointInfo(path, name, 0, None, _problem(result))
+    manifest, size_bytes = result
     return CheckpointInfo(path, name, size_bytes, manifest, None if manifest else _FOREIGN)
 
 
@@ -114,6 +149,11 @@ def _compare_digest(storage: Storage, info: CheckpointInfo) -> CheckpointInfo:
         return info
     try:
         digest = storage.read_digest(info.path, info.manifest.size_bytes)
+        if digest != info.manifest.digest and not is_local(info.path):
+            # Nothing else checks what comes over the line, and it may not be the file that is damaged.
+            digest = storage.read_digest(info.path, info.manifest.size_bytes)
+    except StorageError:
+        raise  # It says nothing of the file.
     except (CheckpointError, OSError) as error:
         return replace(info, problem=_problem(error))
     if digest != info.manifest.digest:
@@ -139,6 +179,11 @@ def select(dirpath: str, depth: Depth = "full", storage_options: Mapping[str, An
     The newest run is the one of the newest manifest that can be read: an older run is never continued in
     place of one that is broken. No state of any file makes this raise.
 
+    Of more than twice `LOOKED_AT_FIRST` checkpoints, only those are read at first that are the last by their names,
+    as they were given (`_names.next_name`). The newest of them by its manifest is taken if all of them can be read and
+    it is good; if not, all are read. So in a large directory a file that was renamed is not seen as long as the newest
+    of the others is good, and `foreign` has only what was looked at.
+
     Ranks: zero; the answer is broadcast. Blocks on: reading the chosen checkpoint once, if `depth` is "full".
 
     Raises:
@@ -156,7 +201,33 @@ def select(dirpath: str, depth: Depth = "full", storage_options: Mapping[str, An
 
 
 def _select(dirpath: str, depth: Depth, storage_options: Mapping[str, Any] | None) -> Selection:
-    infos = list_checkpoints(dirpath, storage_options)
+    storage = Storage(storage_options)
+    dirpath = normalise(dirpath)
+    entries = _candidates(storage, dirpath)
+    verified: dict[str, CheckpointInfo] = {}
+
+    def verify_once(info: CheckpointInfo) -> CheckpointInfo:
+        if info.path not in verified:
+            verified[info.path] = verify(info.path, depth, storage_options)
+        return verified[info.path]
+
+    if len(entries) > 2 * LOOKED_AT_FIRST:
+        infos = _newest_first(_likely_newest(storage, dirpath, entries))
+        if infos and _run_of(infos[0]) is not None and infos[-1].problem is None:
+            newest = verify_once(infos[0])
+            if newest.problem is None:
+                foreign = tuple(info for info in infos if _run_of(info) is None)
+                return Selection(newest, (), foreign, empty=False)
+    return _choose(_newest_first(_examine_all(storage, dirpath, entries)), verify_once)
+
+
+def _likely_newest(storage: Storage, dirpath: str, entries: Iterable[Entry]) -> list[CheckpointInfo]:
+    """The few among which the newest is, as far as names tell."""
+    by_name = {entry.name: entry for entry in entries}
+    return _examine_all(storage, dirpath, [by_name[name] for name in likely_newest(by_name, LOOKED_AT_FIRST)])
+
+
+def _choose(infos: Sequence[CheckpointInfo], verify_once: Callable[[CheckpointInfo], CheckpointInfo]) -> Selection:
     readable = [info for info in infos if _run_of(info) is not None]
     # By its name, for want of anything else: of a truncated file nothing tells what it was.
     damaged = [info for info in infos if info.problem is not None and parse_checkpoint_name(info.name)]
@@ -167,7 +238,7 @@ def _select(dirpath: str, depth: Depth, storage_options: Mapping[str, Any] | Non
     for candidate in readable:
         if _run_of(candidate) != run_id:
             continue
-        verified = verify(candidate.path, depth, storage_options)
+        verified = verify_once(candidate)
         if verified.problem is None:
             chosen = verified
             break
@@ -205,6 +276,25 @@ def last_good(
     if selection.chosen is None and not selection.empty:
         raise NoUsableCheckpointError(normalise(dirpath), selection.passed_over)
     return selection.chosen
+
+
+def start_of(dirpath: str, storage_options: Mapping[str, Any] | None = None) -> tuple[set[str], int]:
+    """The names of the checkpoints in `dirpath`, and the ordinal of a start that supersedes all of them.
+
+    Reads as few of them as `select` does; the start of the newest is the greatest.
+
+    Raises:
+        OSError: The directory cannot be listed.
+    """
+    storage = Storage(storage_options)
+    dirpath = normalise(dirpath)
+    entries = _candidates(storage, dirpath)
+    infos: list[CheckpointInfo] = []
+    if len(entries) > 2 * LOOKED_AT_FIRST:
+        infos = _likely_newest(storage, dirpath, entries)
+    if not infos or any(info.problem is not None for info in infos):
+        infos = _examine_all(storage, dirpath, entries)
+    return {entry.name for entry in entries}, next_start(infos)
 
 
 def next_start(infos: Iterable[CheckpointInfo]) -> int:

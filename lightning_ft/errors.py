@@ -6,6 +6,7 @@
     └── FaultToleranceError            anything below; catch this one to catch them all
         ├── ConfigurationError         an argument cannot be right (also a ValueError)
         ├── SaveError                  a checkpoint was not written; the ones before it are untouched
+        ├── StorageError               a store did not do what it was asked for (also an OSError)
         ├── CheckpointError            something on disk cannot be used
         │   ├── CorruptCheckpointError     a file is damaged or incomplete
         │   ├── NoUsableCheckpointError    there are checkpoints, and none of them is good
@@ -58,6 +59,22 @@ class SaveError(FaultToleranceError):
         super().__init__(message)
         self.path = path
         self.step = step
+
+
+class StorageError(FaultToleranceError, OSError):
+    """A store failed, or did not answer in time: says nothing about what it holds.
+
+    What is missing or forbidden stays `FileNotFoundError` or `PermissionError`.
+
+    Attributes:
+        path: What was asked for.
+        transient: Whether the same request may succeed a little later.
+    """
+
+    def __init__(self, message: str, path: str = "", transient: bool = False) -> None:
+        super().__init__(message)
+        self.path = path
+        self.transient = transient
 
 
 class CheckpointError(FaultToleranceError):

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -84,7 +84,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
             there and the run goes on; the third failure in a row stops it.
         retries: How often a write is tried again after an error that may pass (timeouts, connections, busy storage).
-        storage_options: Arguments for the fsspec file system behind a URL.
+        storage_options: Arguments for the fsspec file system behind a URL; and `deadline_secs` (60), how long a single
+            request to a store may take with its repetitions.
 
     Raises:
         ConfigurationError: An argument has a value it cannot have.
@@ -269,7 +270,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         manifest = self._verify(path)
         if weights_only is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
             weights_only = False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
-        with self._storage.open_read(path) as file:
+        with self._open(path, manifest) as file:
             checkpoint: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
         ours = checkpoint.get(KEY)
         if manifest is None and ours is not None and self.verify != "off":
@@ -376,11 +377,20 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             return None
         depth = "size" if self.verify == "full" and self._verified == path else self.verify
         self._verified = None
-        if depth != "off":
+        if depth != "off" and not self._verifies_while_reading(path):
             info = discovery.verify(path, depth, self.storage_options)
             if info.problem is not None:
                 raise CorruptCheckpointError(path, info.problem)
         return manifest
+
+    def _verifies_while_reading(self, path: str) -> bool:
+        """Of a store, what is read now may be damaged on the way, however often it was verified before."""
+        return self.verify == "full" and not _names.is_local(path)
+
+    def _open(self, path: str, manifest: Manifest | None) -> BinaryIO:
+        if manifest is None or not self._verifies_while_reading(path):
+            return self._storage.open_read(path)
+        return self._storage.open_verified(path)[0]
 
     def _check_weights_only(self, checkpoint: dict[str, Any], path: str) -> None:
         problems = not_weights_only(checkpoint)

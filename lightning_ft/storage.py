@@ -11,27 +11,29 @@ Step (in this order)  Local directory: true on disk after it      Object store: 
 `remove`: data        the data is gone                            the data is gone
 ====================  ==========================================  ==================================
 
-Local files do not pass through `fsspec`, whose local transactions go through the system's temporary
+URLs go to an `ObjectStore`. Local files do not pass through `fsspec`, whose local transactions go through the system's temporary
 directory, move without fsync, and keep their state on an instance shared by all threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 import fsspec
 import xxhash
 
-from lightning_ft._attempt import CHUNK_BYTES, Attempt, LocalAttempt, ObjectAttempt, make_dirs, sync_dir
+from lightning_ft._attempt import Attempt, LocalAttempt, make_dirs, sync_dir
 from lightning_ft._names import deleted_name, is_local, join, normalise, parse_leftover, probe_name, split
+from lightning_ft._objects import DIRECTORY_MANIFEST, Entry, ObjectStore
+from lightning_ft._ranged_file import RangedFile
 from lightning_ft._threaded_file import ThreadedFile
-from lightning_ft.errors import ConfigurationError, CorruptCheckpointError
+from lightning_ft._verified_file import open_verified
+from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from lightning_ft.events import (
     AttemptOpened,
     Deleted,
@@ -47,28 +49,50 @@ __all__ = ["DIRECTORY_MANIFEST", "Attempt", "Storage"]
 
 # What is read of a local file at a time, into the same memory: it is hashed while it is in the processor's cache.
 HASHED_BYTES = 1 << 20
-# The marker of a checkpoint that is a directory.
-DIRECTORY_MANIFEST = "manifest.json"
+# Of one call of a store: long enough for a part of an upload over a slow line and for some repetitions, and short
+# enough for a run to hear of a store that does not answer.
+DEADLINE_SECS = 60.0
 
 
 class Storage:
     """Files of checkpoints at any path or URL.
 
     Args:
-        storage_options: For `fsspec`, used with URLs only.
+        storage_options: For `fsspec`, used with URLs only. One of them is ours: `deadline_secs` (60), how long a
+            single call of a store may take, its repetitions included.
+
+    Raises:
+        ConfigurationError: `deadline_secs` is no positive number.
     """
 
     def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
         self.storage_options = dict(storage_options or {})
+        deadline_secs = self.storage_options.pop("deadline_secs", DEADLINE_SECS)
+        if isinstance(deadline_secs, bool) or not isinstance(deadline_secs, (int, float)) or not deadline_secs > 0:
+            raise ConfigurationError(f"storage_options: deadline_secs={deadline_secs!r}: must be a number above 0")
+        self.deadline_secs = float(deadline_secs)
 
-    def _fs(self, path: str) -> Any:
-        """The file system of a URL, with nothing remembered: a cached listing hides other writers."""
+    def _store(self, path: str) -> ObjectStore:
+        """The store behind a URL; fsspec keeps one file system per thread and options."""
+        options = dict(self.storage_options)
+        is_s3 = path.partition("://")[0] in ("s3", "s3a")
+        if is_s3:
+            # Calls are repeated here. botocore, which would do it as well, waits for times drawn from the generator
+            # that belongs to the training. And everything read is verified here; some stores give the checksum of a
+            # whole object with a part of it, and botocore compares the two.
+            configured = fsspec.config.conf.get("s3", {}).get("config_kwargs") or {}
+            given = options.get("config_kwargs") or {}
+            ours = {"retries": {"max_attempts": 0}, "response_checksum_validation": "when_required"}
+            options["config_kwargs"] = {**ours, **configured, **given}
         try:
-            fs, _ = fsspec.core.url_to_fs(path, **self.storage_options)
+            fs, _ = fsspec.core.url_to_fs(path, **options)
         except (ImportError, ValueError) as error:
             raise ConfigurationError(f"{path}: no file system for this URL: {error}") from error
-        fs.invalidate_cache()
-        return fs
+        if is_s3 and hasattr(fs, "_call_s3"):
+            from lightning_ft._s3 import S3Store
+
+            return S3Store(fs, self.deadline_secs)
+        return ObjectStore(fs, self.deadline_secs)
 
     def open_attempt(self, path: str, expected_bytes: int | None = None) -> Attempt:
         """A checkpoint can be written; its directory exists. See `Attempt` for what is on disk.
@@ -81,7 +105,10 @@ class Storage:
                 not after most of them have been written.
         """
         path = normalise(path)
-        attempt = LocalAttempt(path, expected_bytes) if is_local(path) else ObjectAttempt(self._fs(path), path)
+        if is_local(path):
+            attempt: Attempt = LocalAttempt(path, expected_bytes)
+        else:
+            attempt = self._store(path).open_attempt(path, expected_bytes)
         try:
             emit(AttemptOpened(path, attempt.attempt))
         except BaseException:
@@ -101,7 +128,7 @@ class Storage:
             if is_local(path):
                 self._remove_local(path)
             else:
-                self._remove_object(path)
+                self._store(path).remove(path)
         except FileNotFoundError:
             emit(DeleteSkipped(path, "already gone"))
             return
@@ -115,21 +142,11 @@ class Storage:
         emit(DeleteHidden(path))
         _unlink(hidden)
 
-    def _remove_object(self, path: str) -> None:
-        fs = self._fs(path)
-        if fs.info(path)["type"] != "directory":
-            fs.rm_file(path)
-            return
-        with contextlib.suppress(FileNotFoundError):  # not every directory has the marker
-            fs.rm_file(join(path, DIRECTORY_MANIFEST))
-        emit(DeleteHidden(path))
-        fs.rm(path, recursive=True)
-
     def remove_leftovers(self, dirpath: str) -> list[str]:
         """What killed processes left under our hidden names in `dirpath` is gone; returns these paths.
 
         Ranks: zero. Thread: main, before the first save, holding the directory's lock: an attempt of a living
-        process looks the same. Object stores have no hidden names.
+        process looks the same. Object stores have no hidden names, but unfinished uploads: of those, the old ones.
         """
         dirpath = normalise(dirpath)
         paths = [join(dirpath, name) for name in self.listdir(dirpath) if parse_leftover(name)]
@@ -140,8 +157,13 @@ class Storage:
                 if is_local(path):
                     _unlink(path)
                 else:
-                    self._fs(path).rm(path, recursive=True)
+                    self._store(path).remove_tree(path)
                 emit(LeftoverRemoved(path))
+        if not is_local(dirpath):
+            uploads = self._store(dirpath).remove_uploads(dirpath)
+            for path in uploads:
+                emit(LeftoverRemoved(path))
+            paths += uploads
         return paths
 
     def read_manifest(self, path: str) -> tuple[Manifest | None, int]:
@@ -152,20 +174,26 @@ class Storage:
             OSError: It cannot be read.
         """
         path = normalise(path)
-        if is_local(path):
-            with open(path, "rb") as file:
-                size_bytes = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size_bytes - TAIL_BYTES))
-                tail = file.read(TAIL_BYTES)
-        else:
-            fs = self._fs(path)
-            size_bytes = _object_size(fs, path)
-            start = max(0, size_bytes - TAIL_BYTES)
-            tail = fs.cat_file(path, start=start, end=size_bytes) if size_bytes else b""
+        tail, size_bytes = _local_tail(path) if is_local(path) else self._store(path).tail(path)
         return parse_tail(tail, size_bytes, path), size_bytes
 
+    def read_manifests(self, paths: Iterable[str]) -> Iterator[tuple[Manifest | None, int] | Exception]:
+        """For each path what `read_manifest` returns or raises, in order; of a store several at the same time."""
+        paths = [normalise(path) for path in paths]
+        if not paths:
+            return
+        tails = _local_tails(paths) if is_local(paths[0]) else self._store(paths[0]).tails(paths)
+        for path, tail in tails:
+            if isinstance(tail, Exception):
+                yield tail
+                continue
+            try:
+                yield parse_tail(*tail, path), tail[1]
+            except CheckpointError as error:
+                yield error
+
     def read_digest(self, path: str, size_bytes: int) -> str:
-        """The xxh3-128 of the first `size_bytes` bytes of `path`, hexadecimal; memory: one chunk.
+        """The xxh3-128 of the first `size_bytes` bytes of `path`, hexadecimal; memory: one chunk, of a store a few.
 
         Raises:
             CorruptCheckpointError: The file is shorter.
@@ -175,10 +203,7 @@ class Storage:
         buffer = memoryview(bytearray(min(size_bytes, HASHED_BYTES)))
         with self.open_read(path) as file:
             while left:
-                if isinstance(file, ThreadedFile):
-                    chunk = buffer[: file.readinto(buffer[:left])]
-                else:  # each read of a store may be a request: not many small ones; some files have no `readinto`
-                    chunk = memoryview(file.read(min(left, CHUNK_BYTES)))
+                chunk = file.next_bytes(left) if isinstance(file, RangedFile) else _filled(file, buffer[:left])
                 if not chunk:
                     raise CorruptCheckpointError(path, f"ends {left} bytes before its end-of-archive record")
                 state.update(chunk)
@@ -186,40 +211,58 @@ class Storage:
         return state.hexdigest()
 
     def open_read(self, path: str) -> BinaryIO:
-        """The bytes of `path`, to be closed by the caller; large `readinto` of a local file use several threads."""
+        """The bytes of `path`, to be closed by the caller; large reads use several threads or requests."""
         path = normalise(path)
-        return ThreadedFile(path) if is_local(path) else cast(BinaryIO, self._fs(path).open(path, "rb"))
+        return ThreadedFile(path) if is_local(path) else cast(BinaryIO, self._store(path).open_read(path))
+
+    def open_verified(self, path: str) -> tuple[BinaryIO, Manifest | None]:
+        """The bytes of `path`, each compared with its manifest before this returns, and that manifest.
+
+        What is read later is what was compared, whatever happens to `path` or on the way from it. Without a manifest
+        (None) nothing could be compared. To be closed by the caller. Of a store, the checkpoint is fetched once, into
+        an unnamed file of the system's temporary directory, which ends with this process at the latest; if there is no
+        room for it, twice.
+
+        Raises:
+            CorruptCheckpointError: It is not what was written.
+            CheckpointError: See `parse_tail`.
+            OSError: It cannot be read.
+        """
+        path = normalise(path)
+        return open_verified(self.open_read(path), path)
 
     def size(self, path: str) -> int:
         """Size in bytes of the file `path`."""
         path = normalise(path)
-        return os.stat(path).st_size if is_local(path) else _object_size(self._fs(path), path)
+        return os.stat(path).st_size if is_local(path) else self._store(path).size(path)
 
     def is_file(self, path: str) -> bool:
         """Whether `path` is one file, and no directory."""
-        return os.path.isfile(path) if is_local(path) else bool(self._fs(path).isfile(path))
+        path = normalise(path)
+        return os.path.isfile(path) if is_local(path) else self._store(path).is_file(path)
 
     def exists(self, path: str) -> bool:
         """Whether there is something at `path`; a storage that does not answer raises and is not "no"."""
         path = normalise(path)
+        if not is_local(path):
+            return self._store(path).exists(path)
         try:
-            # fsspec's own `exists` turns every error into False, and `os.path.exists` some of them.
-            os.stat(path) if is_local(path) else self._fs(path).info(path)
+            os.stat(path)  # `os.path.exists` turns some errors into False
         except FileNotFoundError:
             return False
         return True
 
     def listdir(self, dirpath: str) -> list[str]:
         """The names in `dirpath`, sorted and fresh; none if it does not exist, any other error is raised."""
+        return [entry.name for entry in self.entries(dirpath)]
+
+    def entries(self, dirpath: str) -> list[Entry]:
+        """As `listdir`, with what a store tells of the content behind a name."""
         dirpath = normalise(dirpath)
         try:
             if is_local(dirpath):
-                return sorted(os.listdir(dirpath))
-            fs = self._fs(dirpath)
-            own = fs._strip_protocol(dirpath).strip("/")
-            keys = [str(key).strip("/") for key in fs.ls(dirpath, detail=False)]
-            # Some stores list a placeholder object of the directory itself.
-            return sorted(key.rpartition("/")[2] for key in keys if key != own)
+                return [Entry(name, "") for name in sorted(os.listdir(dirpath))]
+            return sorted(self._store(dirpath).entries(dirpath), key=lambda entry: entry.name)
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
@@ -239,9 +282,7 @@ class Storage:
             if is_local(dirpath):
                 self._probe_local(dirpath, path)
             else:
-                fs = self._fs(path)
-                fs.pipe_file(path, b"probe")
-                fs.rm_file(path)
+                self._store(path).probe(path)
         except ConfigurationError:
             raise
         except Exception as error:
@@ -271,8 +312,20 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
-def _object_size(fs: Any, path: str) -> int:
-    info = fs.info(path)
-    if info["type"] == "directory":
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    return int(info["size"])
+def _filled(file: BinaryIO, buffer: memoryview) -> memoryview:
+    return buffer[: file.readinto(buffer)]  # type: ignore[attr-defined]
+
+
+def _local_tail(path: str) -> tuple[bytes, int]:
+    with open(path, "rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size_bytes - TAIL_BYTES))
+        return file.read(TAIL_BYTES), size_bytes
+
+
+def _local_tails(paths: list[str]) -> Iterator[tuple[str, tuple[bytes, int] | Exception]]:
+    for path in paths:
+        try:
+            yield path, _local_tail(path)
+        except OSError as error:
+            yield path, error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
-import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -15,12 +15,14 @@ from multiprocessing import forkserver
 import pytest
 
 from lightning_ft import events, testing
+from tests.stores.seaweed import program
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "needs(what, ...): skipped where the machine lacks root, mount, Python.h or a tool; with CI=true that fails",
+        "needs(what, ...): skipped where the machine lacks root, mount, Python.h, s3fs or a tool; with CI=true that "
+        "fails",
     )
 
 
@@ -46,9 +48,11 @@ def _has(what: str) -> bool:
         return os.geteuid() == 0
     if what == "mount":
         return _can_mount()
+    if what == "s3fs":
+        return importlib.util.find_spec(what) is not None
     if what == "Python.h":
         return os.path.exists(os.path.join(sysconfig.get_path("include"), what))
-    return shutil.which(what) is not None
+    return program(what) is not None
 
 
 def _can_mount() -> bool:

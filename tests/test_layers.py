@@ -14,7 +14,8 @@ PACKAGE = ROOT / "lightning_ft"
 
 LAYERS: dict[int, str] = {
     0: "errors events _names",
-    1: "manifest _archive _direct _attempt _threaded_file storage _lock",
+    1: "manifest _archive _direct _attempt _threaded_file storage _lock _store_errors _calls _objects _s3 _s3_upload "
+    "_ranged_file _verified_file",
     2: "discovery retention triggers rotation _read_back _two_tiers",
     3: "_engine _save_times _uploads _failure _same_directory _serialise _staging _lanes _plan _layout _buffers "
     "_copies _skeleton _weights_only _optimizer_steps _rng _digest _dist _order _tracked dataloading state guards",

@@ -19,6 +19,7 @@ ERRORS = {
     "RankFailure",
     "RestoreError",
     "SaveError",
+    "StorageError",
     "TopologyError",
     "UnsupportedFormatError",
 }

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from tests.benchmarks import stores
 from tests.benchmarks.contenders import CONTENDERS
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.model import Layers
@@ -22,6 +23,9 @@ from tests.benchmarks.pace import Pace, Save
 from tests.benchmarks.plan import FULL, QUICK, Plan, Shape
 from tests.benchmarks.targets import TARGETS, Target, judge
 from tests.benchmarks.training import follow
+from tests.stores.fixtures import Place, s3, seaweed
+
+__all__ = ["s3", "seaweed"]
 
 ROOT = Path(__file__).parents[2]
 SAVING = [name for name in CONTENDERS if name != "none"]
@@ -61,6 +65,16 @@ def test_a_run_with_a_minute_state_measures_everything(tmp_path: Path) -> None:
     # A file system without O_DIRECT has no such limit.
     assert [t["name"] for t in result["targets"] if t["value"] is None and "O_DIRECT" not in t["name"]] == []
     assert all(target.name in run.stdout for target in TARGETS)
+
+
+@pytest.mark.needs("s3fs", "weed")
+def test_the_stores_are_measured_in_every_way(s3: Place, tmp_path: Path) -> None:
+    samples = stores.measure(s3.options, tmp_path, 3 << 20, rounds=1)
+    assert {name: len(secs) for name, secs in samples.items()} == dict.fromkeys(
+        ["put_file", "save", "get_file", "verify", "open_verified"], 1
+    )
+    table = stores.report(samples, 3)
+    assert all(name in table for name in samples)
 
 
 @pytest.mark.parametrize(("value", "at_least", "met"), [(0.9, False, True), (1.1, False, False), (1.1, True, True)])

@@ -14,15 +14,29 @@ import pytest
 from lightning_ft import events
 from lightning_ft._names import join
 from lightning_ft.discovery import last_good, list_checkpoints, verify
-from lightning_ft.errors import SaveError
+from lightning_ft.errors import CheckpointError, SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
+from tests.stores.fixtures import Place
 
 
-@pytest.fixture(params=["local", "memory"])
-def dirpath(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(
+    params=[
+        "local",
+        "memory",
+        pytest.param("s3", marks=pytest.mark.needs("s3fs", "weed")),
+        pytest.param("poor_s3", marks=pytest.mark.needs("s3fs", "rclone")),
+    ]
+)
+def dirpath(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "local":
         yield str(tmp_path / "run")
+        return
+    if request.param in ("s3", "poor_s3"):
+        place: Place = request.getfixturevalue(request.param)
+        # Credentials and endpoint by fsspec's own configuration; other tests give `storage_options`.
+        monkeypatch.setitem(fsspec.config.conf, "s3", place.options)
+        yield place.url
         return
     url = f"memory://{uuid.uuid4().hex}/run"
     yield url
@@ -57,7 +71,7 @@ def save(storage: Storage, path: str, step: int = 1, data: bytes = b"weights") -
 
 
 def put(storage: Storage, path: str, data: bytes) -> None:
-    fsspec.filesystem("memory" if "://" in path else "file").pipe_file(path, data)
+    fsspec.core.url_to_fs(path)[0].pipe_file(path, data)
 
 
 def test_a_commit_is_visible_verified_and_alone(storage: Storage, dirpath: str) -> None:
@@ -181,3 +195,38 @@ def test_listings_are_fresh(storage: Storage, dirpath: str) -> None:
 def test_a_probe_leaves_nothing(storage: Storage, dirpath: str) -> None:
     storage.probe(dirpath)
     assert storage.listdir(dirpath) == []
+
+
+def test_a_name_of_the_run_is_given_once(storage: Storage, dirpath: str) -> None:
+    """Two runs that write into one directory of a store; on a disk the lock keeps them apart."""
+    if "://" not in dirpath or dirpath.startswith("memory"):
+        pytest.skip("no two processes can get here")
+    storage.probe(dirpath)
+    path = join(dirpath, "step=00000001.ckpt")
+    first = save(storage, path)
+    with pytest.raises(SaveError, match="there is another checkpoint of this name"):
+        save(storage, path)
+    assert storage.read_manifest(path)[0] == first
+    assert storage.listdir(dirpath) == ["step=00000001.ckpt"]
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["one-block", "several-blocks"])
+def test_every_flipped_bit_is_found_before_anything_is_used(storage: Storage, dirpath: str, large: bool) -> None:
+    """In the pickle, in tensor data, in the archive's directory, in the manifest and in its seal."""
+    data = b"weights" * (1_500_000 if large else 100)
+    path = join(dirpath, "a.ckpt")
+    save(storage, path, data=data)
+    with storage.open_read(path) as file:
+        whole = file.read()
+    for place in (40, len(whole) // 2, len(data) + 100, whole.index(b'"generation"') + 20, len(whole) - 10):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (place % 8)
+        put(storage, path, bytes(damaged))
+        assert verify(path).problem is not None, place
+        with pytest.raises(CheckpointError):
+            storage.open_verified(path)
+    put(storage, path, whole)
+    file, found = storage.open_verified(path)
+    with file:
+        assert found is not None
+        assert file.read() == whole

@@ -12,6 +12,7 @@ EXAMPLES = [
     errors.FaultToleranceError("what happened"),
     errors.ConfigurationError("n=0: at least 1"),
     errors.SaveError("disk full", "/run/step=00000001.ckpt", 1),
+    errors.StorageError("no answer", "s3://run/a.ckpt", True),
     errors.CheckpointError("unusable"),
     errors.CorruptCheckpointError("/run/a.ckpt", "truncated"),
     errors.NoUsableCheckpointError("/run", [("/run/a.ckpt", "truncated"), ("/run/b.ckpt", "missing")]),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ft import _names
+from lightning_ft._names import IN_SIGHT, checkpoint_name, likely_newest, next_name
 
 HEX = "0123456789abcdef"
 
@@ -140,3 +141,38 @@ def test_normalise(path: str | Path, expected: str) -> None:
 )
 def test_is_local(path: str, local: bool) -> None:
     assert _names.is_local(path) is local
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[int, set[int]]]:
+    """Saves in order: how far training went back before each, and which of the older ones are deleted after it."""
+    return draw(st.lists(st.tuples(st.integers(0, 12), st.sets(st.integers(0, 30), max_size=3)), max_size=40))
+
+
+@given(histories(), st.integers(1, 3))
+def test_the_newest_is_always_among_the_likely_ones(history: list[tuple[int, set[int]]], interval: int) -> None:
+    """Whatever was gone back to and deleted before it, also when nothing but names is known."""
+    names: list[str] = []  # in the order of their saves
+    step = 0
+    for back, deleted in history:
+        step = max(1, step + interval - (back if back > 6 else 0))
+        name = next_name(step, names)
+        assert name not in names
+        names.append(name)
+        assert name in likely_newest(names, IN_SIGHT)
+        names = [kept for place, kept in enumerate(names) if place not in deleted or kept == name]
+        assert name in likely_newest(names, IN_SIGHT)
+
+
+def test_names_are_plain_as_long_as_training_goes_on() -> None:
+    names: list[str] = []
+    for step in range(10, 200, 10):
+        names.append(next_name(step, names))
+    assert names == [checkpoint_name(step) for step in range(10, 200, 10)]
+
+
+def test_going_far_back_makes_a_version() -> None:
+    names = [checkpoint_name(step) for step in range(10, 200, 10)]
+    assert next_name(95, names) == checkpoint_name(95, 1)
+    assert next_name(105, [*names, checkpoint_name(95, 1)]) == checkpoint_name(105, 1)
+    assert next_name(185, names) == checkpoint_name(185)  # the last but one: in sight without

@@ -1,0 +1,208 @@
+"""A store behind an fsspec URL, asked in the ways that every file system of fsspec knows.
+
+`_s3` knows S3 better. Others (`gcs`, `az`, ...) go this way: untested, as none of them runs on the test machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from lightning_ft._attempt import Attempt
+from lightning_ft._calls import Calls
+from lightning_ft._names import join
+from lightning_ft._ranged_file import RangedFile
+from lightning_ft.errors import SaveError
+from lightning_ft.events import DataSynced, DeleteHidden, emit
+from lightning_ft.manifest import TAIL_BYTES
+
+# The marker of a checkpoint that is a directory.
+DIRECTORY_MANIFEST = "manifest.json"
+# Ends of files that are fetched at the same time.
+TAILS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name in a listing."""
+
+    name: str
+    version: str
+    """Changes with the content (an ETag); empty where the store tells nothing of the kind."""
+
+
+class ObjectStore:
+    """Files behind one URL's file system. Nothing is remembered: a cached listing hides other writers.
+
+    Thread: one. Every method blocks on the store, up to the deadline for each call it makes, and raises what
+    `Calls.call` raises.
+    """
+
+    def __init__(self, fs: Any, deadline_secs: float) -> None:
+        self.fs = fs
+        self.calls = Calls(fs, deadline_secs)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def entries(self, dirpath: str) -> list[Entry]:
+        """What is in `dirpath`, in any order; none if it does not exist."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.calls.call(dirpath, "ls", dirpath, detail=False)
+        except FileNotFoundError:
+            return []
+        own = self.fs._strip_protocol(dirpath).strip("/")
+        keys = [str(key).strip("/") for key in found]
+        # Some stores list a placeholder object of the directory itself.
+        return [Entry(key.rpartition("/")[2], "") for key in keys if key != own]
+
+    def exists(self, path: str) -> bool:
+        """Whether there is something at `path`; a store that does not answer raises and is not "no"."""
+        try:
+            # fsspec's own `exists` turns every error into False.
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_file(self, path: str) -> bool:
+        """Whether `path` is one file, and no directory."""
+        try:
+            return bool(self.info(path)["type"] != "directory")
+        except FileNotFoundError:
+            return False
+
+    def info(self, path: str) -> dict[str, Any]:
+        """Type and size of `path`, and what else the file system tells."""
+        self.fs.invalidate_cache()
+        found: dict[str, Any] = self.calls.call(path, "info", path)
+        return found
+
+    def size(self, path: str) -> int:
+        """Size in bytes of the file `path`."""
+        info = self.info(path)
+        if info["type"] == "directory":
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return int(info["size"])
+
+    def tail(self, path: str) -> tuple[bytes, int]:
+        """The last bytes of `path`, all that can hold a manifest, and the size of the file."""
+        size_bytes = self.size(path)
+        if not size_bytes:
+            return b"", 0
+        start = max(0, size_bytes - TAIL_BYTES)
+        return self.calls.call(path, "cat_file", path, start=start, end=size_bytes), size_bytes
+
+    def tails(self, paths: Iterable[str]) -> Iterator[tuple[str, tuple[bytes, int] | Exception]]:
+        """For each path what `tail` returns or raises, in order."""
+        for path in paths:
+            try:
+                yield path, self.tail(path)
+            except Exception as error:
+                yield path, error
+
+    def open_read(self, path: str) -> RangedFile:
+        """The bytes of `path`, to be closed by the caller."""
+        size_bytes = self.size(path)
+        if not self.calls.asynchronous:
+            # One at a time, when it is wanted.
+            def fetch(begin: int, end: int) -> Any:
+                return self.calls.start_thread(lambda: self.fs.cat_file(path, start=begin, end=end))
+        else:
+
+            def fetch(begin: int, end: int) -> Any:
+                return self.calls.start(lambda: self.fs._cat_file(path, start=begin, end=end))
+
+        return RangedFile(path, size_bytes, fetch, lambda coming: self.calls.finish(coming, path), _cancel)
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def open_attempt(self, path: str, expected_bytes: int | None) -> Attempt:
+        """A checkpoint can be written; nothing is visible."""
+        return FileObjectAttempt(self, path)
+
+    def remove(self, path: str) -> None:
+        """Nothing of `path`, a file or a directory, is left; raises FileNotFoundError if there was nothing."""
+        if self.info(path)["type"] != "directory":
+            self.calls.call(path, "rm_file", path)
+            return
+        with contextlib.suppress(FileNotFoundError):  # not every directory has the marker
+            self.calls.call(path, "rm_file", join(path, DIRECTORY_MANIFEST))
+        emit(DeleteHidden(path))
+        self.remove_tree(path)
+
+    def remove_tree(self, path: str) -> None:
+        """Nothing of `path` is left."""
+        self.calls.call(path, "rm", path, recursive=True)
+
+    def remove_uploads(self, dirpath: str) -> list[str]:
+        """Unfinished uploads of killed processes into `dirpath` are gone; returns their final names."""
+        return []
+
+    def probe(self, path: str) -> None:
+        """A file at `path` was written and deleted."""
+        self.calls.call(path, "pipe_file", path, b"probe")
+        self.calls.call(path, "rm_file", path)
+
+
+def _cancel(coming: Any) -> None:
+    coming.cancel()
+
+
+class FileObjectAttempt(Attempt):
+    """An upload through a file object of fsspec, which the store publishes, whole or not at all, at close."""
+
+    def __init__(self, store: ObjectStore, path: str) -> None:
+        super().__init__(path, path)
+        self._store = store
+        self._published = False
+        with self._own_error():
+            # The memory file system publishes at open; its file object alone, at commit.
+            self._stream: Any = (
+                MemoryFile(store.fs, store.fs._strip_protocol(path))
+                if isinstance(store.fs, MemoryFileSystem)
+                else self._bounded(lambda: store.fs.open(path, "wb"))
+            )
+
+    def _bounded(self, function: Callable[[], Any]) -> Any:
+        return self._store.calls.run(self.path, function)
+
+    def _write_all(self, view: memoryview) -> None:
+        while view.nbytes:
+            view = view[self._bounded(partial(self._stream.write, view)) :]
+
+    def _publish(self, total_bytes: int) -> None:
+        with self._own_error():
+            publish = self._stream.commit if isinstance(self._stream, MemoryFile) else self._stream.close
+            self._bounded(publish)  # The commit.
+            self._published = True
+            stored_bytes = self._store.size(self.path)
+            if stored_bytes != total_bytes:
+                self._store.calls.call(self.path, "rm_file", self.path)
+                raise SaveError(
+                    f"{self.path}: {total_bytes} bytes were uploaded, the store holds {stored_bytes}",
+                    self.path,
+                )
+        emit(DataSynced(self.path, self.attempt))
+
+    def abort(self) -> None:
+        if self._published or isinstance(self._stream, MemoryFile):
+            return
+        if isinstance(self._stream, AbstractBufferedFile):
+            try:
+                self._bounded(self._stream.discard)
+            finally:
+                # Otherwise the garbage collector closes it, and so publishes half a checkpoint.
+                self._stream.closed = True
+        else:
+            self._bounded(self._stream.close)
+            self._store.calls.call(self.path, "rm_file", self.path)
+        self._published = True

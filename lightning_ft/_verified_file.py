@@ -1,0 +1,116 @@
+"""A checkpoint that is read only after every byte of it was compared with its manifest, and then those very bytes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+from typing import BinaryIO, cast
+
+import xxhash
+
+from lightning_ft._ranged_file import BLOCK_BYTES, RangedFile
+from lightning_ft._threaded_file import ThreadedFile
+from lightning_ft.errors import CorruptCheckpointError, StorageError
+from lightning_ft.manifest import TAIL_BYTES, Manifest, parse_tail
+
+_log = logging.getLogger(__name__)
+
+# What is left free of a temporary directory, which others need, too.
+SPARE_BYTES = 256 << 20
+CHUNK_BYTES = 1 << 20
+
+
+def open_verified(file: BinaryIO, path: str) -> tuple[BinaryIO, Manifest | None]:
+    """What `Storage.open_verified` says; `file` is closed, or returned to be closed by the caller."""
+    try:
+        size_bytes = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size_bytes - TAIL_BYTES))
+        manifest = parse_tail(file.read(TAIL_BYTES), size_bytes, path)
+        file.seek(0)
+        if manifest is None:
+            return file, None
+        if not isinstance(file, RangedFile):
+            _compare(_digest_of(file, manifest.size_bytes), manifest, path)
+            file.seek(0)
+            return file, manifest
+        copy = _copied(file, manifest, path)
+        if copy is None:
+            return _checked(file, manifest, path), manifest
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return copy, manifest
+
+
+def _compare(digest: str, manifest: Manifest, path: str) -> None:
+    if digest != manifest.digest:
+        raise CorruptCheckpointError(path, "data is damaged: its digest does not match the manifest")
+
+
+def _digest_of(file: BinaryIO, size_bytes: int) -> str:
+    state = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, size_bytes)))
+    while size_bytes:
+        count = file.readinto(buffer[:size_bytes])  # type: ignore[attr-defined]
+        if not count:
+            break  # truncated meanwhile: then the digest is another one
+        state.update(buffer[:count])
+        size_bytes -= count
+    return state.hexdigest()
+
+
+def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
+    """A verified copy in a file without a name, None if there is no room for it."""
+    directory = tempfile.gettempdir()
+    room = os.statvfs(directory)
+    if room.f_bavail * room.f_frsize < file.size_bytes + SPARE_BYTES:
+        _log.info("%s: no room for a copy in %s, so it is fetched twice", path, directory)
+        return None
+    with tempfile.TemporaryFile(dir=directory) as spool:
+        for last_try in (False, True):
+            spool.seek(0)
+            file.seek(0)
+            state = xxhash.xxh3_128()
+            try:
+                while piece := file.next_bytes(BLOCK_BYTES):
+                    state.update(piece[: max(0, manifest.size_bytes - spool.tell())])
+                    spool.write(piece)
+                spool.flush()
+            except OSError as error:
+                if isinstance(error, StorageError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                _log.info("%s: %s is full, so it is fetched twice", path, directory)
+                return None
+            if state.hexdigest() == manifest.digest:
+                break
+            if last_try:
+                _compare(state.hexdigest(), manifest, path)
+            # Nothing else checks what comes over the line.
+            _log.warning("%s: arrived damaged, and is fetched again", path)
+        copy = ThreadedFile(os.dup(spool.fileno()))
+    copy.seek(0)
+    return cast(BinaryIO, copy)
+
+
+def _checked(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO:
+    """`file`, read once, from now on compared block by block with what was read then."""
+    digests: dict[int, int] = {}
+
+    def check(index: int, data: bytes) -> None:
+        digest = xxhash.xxh3_64_intdigest(data)
+        if digests.setdefault(index, digest) != digest:
+            raise CorruptCheckpointError(path, f"bytes from {index * BLOCK_BYTES} on arrived damaged")
+
+    file.forget()
+    file.check = check
+    state = xxhash.xxh3_128()
+    left = manifest.size_bytes
+    while left and (piece := file.next_bytes(left)):
+        state.update(piece)
+        left -= piece.nbytes
+    _compare(state.hexdigest(), manifest, path)
+    file.seek(0)
+    return cast(BinaryIO, file)

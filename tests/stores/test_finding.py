@@ -1,0 +1,174 @@
+"""How much is asked of a store to find the last checkpoint, and to read one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ft import _ranged_file, discovery
+from lightning_ft._names import checkpoint_name
+from lightning_ft.discovery import LOOKED_AT_FIRST, last_good, list_checkpoints, start_of
+from lightning_ft.errors import NoUsableCheckpointError
+from lightning_ft.storage import Storage
+from tests.stores.checkpoints import MIB, requests, save
+from tests.stores.fixtures import Place
+
+needs_s3 = pytest.mark.needs("s3fs", "weed")
+
+THOUSAND = 1000
+
+
+def fill(storage: Storage, dirpath: str, tmp_path: Path) -> None:
+    """A thousand checkpoints; the objects are put side by side, which a save does not do."""
+    for step in range(1, THOUSAND + 1):
+        save(Storage(), str(tmp_path / "filled"), step)
+    store: Any = storage._store(dirpath)
+    files = sorted((tmp_path / "filled").iterdir())
+    coming = []
+    for file in files:
+        place, data = store.place(f"{dirpath}/{file.name}"), file.read_bytes()
+        coming.append(store.calls.start(lambda p=place, d=data: store.fs._call_s3("put_object", **p, Body=d)))
+        if len(coming) == 32:
+            while coming:
+                store.calls.finish(coming.pop(), dirpath)
+    while coming:
+        store.calls.finish(coming.pop(), dirpath)
+
+
+@needs_s3
+def test_the_last_of_a_thousand(s3: Place, tmp_path: Path) -> None:
+    """One listing (a page holds a thousand), a few manifests, and, to verify it, the chosen one."""
+    storage = Storage(s3.options)
+    storage.probe(s3.url)
+    fill(storage, s3.url, tmp_path)
+    with requests(storage, s3.url) as made:
+        found = last_good(s3.url, "size", s3.options)
+    assert found is not None
+    assert found.name == checkpoint_name(THOUSAND)
+    assert made["list_objects_v2"] == 1
+    assert made["get_object"] <= LOOKED_AT_FIRST + 1
+    assert set(made) == {"list_objects_v2", "get_object"}
+    with requests(storage, s3.url) as made:
+        last_good(s3.url, "full", s3.options)
+    # What was read before is known while the listing says that it is the same.
+    assert made == {"list_objects_v2": 1, "get_object": 2, "head_object": 1}
+    with requests(storage, s3.url) as made:
+        names, start = start_of(s3.url, s3.options)
+    assert (len(names), start) == (THOUSAND, 2)
+    assert made == {"list_objects_v2": 1}
+    discovery._known.clear()
+    with requests(storage, s3.url) as made:
+        assert len(list_checkpoints(s3.url, s3.options)) == THOUSAND
+    assert made == {"list_objects_v2": 1, "get_object": THOUSAND}
+    with requests(storage, s3.url) as made:  # of a rotation: only what is new
+        save(storage, s3.url, THOUSAND + 1)
+        infos = list_checkpoints(s3.url, s3.options)
+    assert infos[0].name == checkpoint_name(THOUSAND + 1)
+    assert made["get_object"] == 2  # the look after the commit, and the manifest
+
+
+def read_paths(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    read: Counter[str] = Counter()
+    reading = Storage.read_manifests
+
+    def count(self: Storage, paths: Any) -> Any:
+        paths = list(paths)
+        read.update(path.rpartition("/")[2] for path in paths)
+        return reading(self, paths)
+
+    monkeypatch.setattr(Storage, "read_manifests", count)
+    return read
+
+
+def many(dirpath: Path, count: int = 30) -> None:
+    for step in range(1, count + 1):
+        save(Storage(), str(dirpath), step)
+
+
+def test_the_last_of_many_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many(tmp_path)
+    read = read_paths(monkeypatch)
+    found = last_good(str(tmp_path))
+    assert found is not None
+    assert found.name == checkpoint_name(30)
+    assert len(read) == LOOKED_AT_FIRST
+
+
+def test_all_are_read_when_the_newest_is_not_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many(tmp_path)
+    newest = tmp_path / checkpoint_name(30)
+    data = bytearray(newest.read_bytes())
+    data[45] ^= 1  # only its digest tells
+    newest.write_bytes(data)
+    (tmp_path / checkpoint_name(29)).rename(tmp_path / "renamed.ckpt")
+    found = last_good(str(tmp_path))
+    assert found is not None
+    assert found.name == "renamed.ckpt"
+
+
+def test_only_damaged_ones_among_many(tmp_path: Path) -> None:
+    many(tmp_path)
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        last_good(str(tmp_path))
+    assert len(caught.value.reasons) == 30
+
+
+# -- reading one -------------------------------------------------------------------------------------------------
+
+
+@needs_s3
+def test_torch_loads_from_a_store_in_few_requests(s3: Place) -> None:
+    """It asks for a byte, then for four, and so on; each is no request."""
+    torch = pytest.importorskip("torch")
+    storage = Storage(s3.options)
+    path = f"{s3.url}/many.ckpt"
+    tensors = {str(number): torch.full((1000,), float(number)) for number in range(300)}
+    with storage._store(path).fs.open(path, "wb") as file:
+        torch.save(tensors, file)
+    with requests(storage, path) as made, storage.open_read(path) as file:
+        loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded["299"], tensors["299"])
+    assert made["get_object"] <= 2 + storage.size(path) // _ranged_file.BLOCK_BYTES
+
+
+@needs_s3
+def test_a_large_one_is_read_in_few_blocks_at_a_time(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a verification does not depend on the size of the checkpoint."""
+    monkeypatch.setattr(_ranged_file, "BLOCK_BYTES", MIB)
+    storage = Storage(s3.options)
+    path = save(storage, s3.url, size_bytes=40 * MIB)
+    most_held = most_coming = 0
+    block = _ranged_file.RangedFile._block
+
+    def watched(self: Any, index: int, last_wanted: int) -> bytes:
+        nonlocal most_held, most_coming
+        data = block(self, index, last_wanted)
+        most_held, most_coming = max(most_held, self.held_blocks), max(most_coming, len(self._coming))
+        return data
+
+    monkeypatch.setattr(_ranged_file.RangedFile, "_block", watched)
+    assert discovery.verify(path, storage_options=s3.options).problem is None
+    assert 2 <= most_coming <= _ranged_file.BLOCKS_AHEAD
+    assert most_held <= _ranged_file.BLOCKS_AHEAD + _ranged_file.BLOCKS_KEPT
+    most_held = 0
+    file, _ = storage.open_verified(path)
+    file.close()
+    assert 0 < most_held <= _ranged_file.BLOCKS_AHEAD + _ranged_file.BLOCKS_KEPT
+
+
+@needs_s3
+def test_an_object_that_is_replaced_is_not_read_in_its_stead(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ranged_file, "BLOCK_BYTES", MIB)
+    storage = Storage(s3.options)
+    path = save(storage, s3.url, size_bytes=20 * MIB, boundary="none")
+    with storage.open_read(path) as file:
+        file.read(100)
+        save(storage, s3.url, size_bytes=20 * MIB, boundary="none")
+        file.seek(10 * MIB)
+        with pytest.raises(OSError, match="was replaced while it was read"):
+            file.read(100)
