@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import tenacity.nap
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -108,7 +109,7 @@ def test_to_an_object_store(place: Place) -> None:
         place.run()
         assert place.steps(url) == [4, 6]
         assert (
-            Storage()._fs(url).cat_file(f"{url}/{checkpoint_name(6)}")
+            fsspec.filesystem("memory").cat_file(f"{url}/{checkpoint_name(6)}")
             == (place.local / checkpoint_name(6)).read_bytes()
         )
         shutil.rmtree(place.local)  # another machine

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import tenacity.nap
 import torch
@@ -107,7 +108,7 @@ def test_to_an_object_store(uploads: Uploads, tmp_path: Path) -> None:
         uploads.upload(source, f"{url}/3.ckpt", manifest, lambda manifest: None, replaceable=True)
         uploads.drain()
         assert uploads.take_failure() is None
-        assert Storage()._fs(url).cat_file(f"{url}/3.ckpt") == Path(source).read_bytes()
+        assert fsspec.filesystem("memory").cat_file(f"{url}/3.ckpt") == Path(source).read_bytes()
 
 
 def test_memory_does_not_grow_with_the_file(uploads: Uploads, tmp_path: Path) -> None:
