@@ -19,6 +19,7 @@ from lightning_ft._uploads import Uploads
 from lightning_ft.errors import ConfigurationError, NoUsableCheckpointError, SaveError
 from lightning_ft.storage import Storage
 from tests.trainer import runs
+from tests.trainer import scenarios as s
 from tests.trainer.runs import fit, names, trainer
 
 WAIT_SECS = runs.WAIT_SECS
@@ -217,7 +218,7 @@ def test_the_newest_is_told_though_an_older_one_was_uploaded_later(place: Place)
 
     def look(trainer: Any) -> None:
         told.append(ours.last_model_path)
-        if trainer.global_step == 7:
+        if trainer.global_step == 6:
             assert gate.stands.wait(WAIT_SECS)
             io.writer.drain()
             gate.open.set()
@@ -416,6 +417,13 @@ def test_another_dirpath_does_not_continue_the_run_of_the_first(place: Place, tm
     for ckpt_path in ("last", None):
         with pytest.raises(ConfigurationError, match=r"local_dirpath=.*holds checkpoints that were saved for dirpath="):
             place.run(ckpt_path=ckpt_path)
+
+
+def test_nor_validates_its_weights(place: Place, tmp_path: Path) -> None:
+    crashed(place)
+    place.remote = tmp_path / "elsewhere"
+    with pytest.raises(ConfigurationError, match="holds checkpoints that were saved for dirpath="):
+        trainer(place.ours()).validate(runs.Line(), s.val_loader(), ckpt_path="last")
 
 
 def test_only_unusable_ones_in_both(place: Place) -> None:

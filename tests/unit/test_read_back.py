@@ -283,7 +283,8 @@ def test_each_checkpoint_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     for step in (1, 2, 3):
         ours(tmp_path, step)
     flip(tmp_path / checkpoint_name(2), 3000)
-    assert rotate(tmp_path, 3, 2, trust) == [1, 2, 3]
+    for _ in range(2):
+        assert rotate(tmp_path, 3, 2, trust) == [1, 2, 3]
     for step in (4, 5):
         ours(tmp_path, step)
         rotate(tmp_path, step, 2, trust)
