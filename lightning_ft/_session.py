@@ -172,7 +172,7 @@ class Session:
             self.run_id = saved["run_id"]
             if self._ranks.is_zero and self._tiers.is_local(path):
                 # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
-                self._tiers.upload(path, self.run_id, last=True)
+                self._tiers.upload(path, self.run_id)
 
     def _superseded(self, saved: dict[str, Any], path: str) -> bool:
         """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""
@@ -376,13 +376,13 @@ class Session:
             if upload and self._settings.local is not None and progress.batch != self._uploaded_batch:
                 self._uploaded_batch = progress.batch
                 if self._ranks.is_zero:
-                    self._tiers.upload(self._saved_path, self.run_id, last=last)
+                    self._tiers.upload(self._saved_path, self.run_id)
             return
         path = self._tiers.new_path(progress.step)
         options = None
         if self._plugin is not None:
             options = SaveOptions(
-                self._tiers.on_commit(path, self.run_id, upload=upload, last=last),
+                self._tiers.on_commit(path, self.run_id, upload=upload),
                 # After the last batch of an epoch, or of training, callbacks may change parameters before a step does.
                 late=self._late() if boundary == "step" and not self._stopped_within_epoch else None,
                 replaceable=not last and not (upload and self._settings.local is not None),

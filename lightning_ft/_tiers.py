@@ -144,33 +144,32 @@ class Tiers:
 
     # -- after a save --------------------------------------------------------------------------------------------
 
-    def on_commit(self, path: str, run_id: str, *, upload: bool, last: bool) -> Callable[[Manifest], None]:
+    def on_commit(self, path: str, run_id: str, *, upload: bool) -> Callable[[Manifest], None]:
         """What follows when the save to `path`, of run `run_id`, has committed.
 
         Args:
             path: What `new_path` returned.
             run_id: The run.
             upload: Whether it is due in `dirpath` too, if it was written locally.
-            last: Whether it may be the last of the run, so that no later upload takes its place.
         """
         if self.local is None:
             return partial(rotate, self.dirpath, path, run_id, self._retention, self._options, trust=self._trust)
-        return partial(self._after_local, path, run_id, upload, last)
+        return partial(self._after_local, path, run_id, upload)
 
-    def upload(self, path: str, run_id: str, *, last: bool) -> None:
+    def upload(self, path: str, run_id: str) -> None:
         """The local checkpoint `path`, which was saved before or is being saved, will be in `dirpath`, if it is not.
 
         Ranks: zero. Thread: main. Blocks on: nothing. If `path` is not there when its turn comes, because its save has
         failed, nothing happens: that failure was reported.
         """
         assert self._plugin is not None
-        self._plugin.writer.then(path, partial(self._upload_if_there, path, run_id, last))
+        self._plugin.writer.then(path, partial(self._upload_if_there, path, run_id))
 
-    def _upload_if_there(self, path: str, run_id: str, last: bool) -> None:
+    def _upload_if_there(self, path: str, run_id: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             manifest, _ = Storage().read_manifest(path)
             if manifest is not None and not self._is_uploaded(path, manifest):
-                self._ask_for_upload(path, run_id, last, manifest)
+                self._ask_for_upload(path, run_id, manifest)
 
     def _is_uploaded(self, path: str, manifest: Manifest) -> bool:
         """Whether `dirpath` has the name of the local checkpoint `path`, which is then not written over."""
@@ -185,17 +184,16 @@ class Tiers:
             _log.warning("%s is not uploaded: %s is another checkpoint, or damaged", path, target)
         return True
 
-    def _after_local(self, path: str, run_id: str, upload: bool, last: bool, manifest: Manifest) -> None:
+    def _after_local(self, path: str, run_id: str, upload: bool, manifest: Manifest) -> None:
         self._newest = path, manifest
         if upload:
-            self._ask_for_upload(path, run_id, last, manifest)
+            self._ask_for_upload(path, run_id, manifest)
         self._rotate_local(run_id)
 
-    def _ask_for_upload(self, path: str, run_id: str, last: bool, manifest: Manifest) -> None:
+    def _ask_for_upload(self, path: str, run_id: str, manifest: Manifest) -> None:
         assert self._plugin is not None
         target = _names.join(self.dirpath, _names.split(path)[1])
-        on_commit = partial(self._after_upload, target, run_id)
-        self._plugin.uploads.upload(path, target, manifest, on_commit, replaceable=not last)
+        self._plugin.uploads.upload(path, target, manifest, partial(self._after_upload, target, run_id))
 
     def _after_upload(self, path: str, run_id: str, manifest: Manifest) -> None:
         rotate(self.dirpath, path, run_id, self._retention, self._options, manifest, trust=self._trust)

@@ -64,25 +64,22 @@ class Uploads(Writer):
         with self._condition:
             return frozenset(source for path, source in self._sources.items() if path in self.paths)
 
-    def upload(
-        self, source: str, path: str, manifest: Manifest, on_commit: Callable[[Manifest], None], *, replaceable: bool
-    ) -> None:
-        """The checkpoint `source` will be copied to `path`, in place of one that waits, if that is replaceable.
+    def upload(self, source: str, path: str, manifest: Manifest, on_commit: Callable[[Manifest], None]) -> None:
+        """The checkpoint `source` will be copied to `path`, in place of one that still waits.
 
-        Thread: writer. Blocks on: one that waits and is not; nothing else, since all of them are on the local disk.
+        Thread: writer. Blocks on: nothing. What is left out is on the local disk, and older than what takes its place.
 
         Args:
             source: A local checkpoint; must stay until it is over (see `sources`).
             path: The final name.
             manifest: That of `source`.
             on_commit: Called in the thread of the uploads.
-            replaceable: Whether a newer one may take its place while it waits.
         """
         self.make_room(replace=True)
         with self._condition:
             unfinished = self.paths
             self._sources = {p: s for p, s in self._sources.items() if p in unfinished} | {path: source}
-        self.save(UploadTask(path, _NoCopy(manifest.size_bytes), manifest, on_commit, replaceable, source=source))
+        self.save(UploadTask(path, _NoCopy(manifest.size_bytes), manifest, on_commit, replaceable=True, source=source))
 
     def _what_failed(self, path: str, step: int) -> str:
         return f"checkpoint {split(path)[1]} (step {step}) was not uploaded to {split(path)[0]}"

@@ -13,11 +13,13 @@ import tenacity.nap
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import lightning_ft as ft
-from lightning_ft import _names, events
+from lightning_ft import _engine, _names, events
 from lightning_ft._names import checkpoint_name
+from lightning_ft._uploads import Uploads
 from lightning_ft.errors import ConfigurationError, NoUsableCheckpointError, SaveError
 from lightning_ft.storage import Storage
 from tests.trainer import runs
+from tests.trainer import scenarios as s
 from tests.trainer.runs import fit, names, trainer
 
 WAIT_SECS = runs.WAIT_SECS
@@ -183,6 +185,51 @@ def test_what_is_due_there_gives_way_to_nothing_that_is_not(place: Place, monkey
     left_out = [e.step for e in seen if isinstance(e, events.SaveSkipped) and str(place.local) in e.path]
     assert left_out, "nothing had to wait: this shows nothing"
     assert not {3, 6} & set(left_out)
+
+
+def test_room_is_made_for_the_last_upload_whenever_it_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the upload is still on its way out of its thread."""
+    then = _engine.Writer.then
+
+    def then_at_once(writer: _engine.Writer, *args: Any) -> None:
+        then(writer, *args)
+        if threading.current_thread().name == Uploads.THREAD:
+            assert writer.drain(WAIT_SECS)
+
+    monkeypatch.setattr(_engine.Writer, "then", then_at_once)
+    gate = Gate()
+
+    def look(trainer: Any) -> None:
+        if trainer.global_step == 7:
+            assert gate.stands.wait(WAIT_SECS)
+            io.writer.drain()
+            gate.open.set()
+            io.drain()
+            assert place.steps(place.local) == [7]
+
+    io = ft.FaultTolerantCheckpointIO()
+    with runs.observing(gate):
+        place.run(runs.Each(look), max_steps=8, local_keep_last=1, io=io)
+
+
+def test_the_newest_is_told_though_an_older_one_was_uploaded_later(place: Place) -> None:
+    gate, ours = Gate(), place.ours()
+    told: list[str] = []
+
+    def look(trainer: Any) -> None:
+        told.append(ours.last_model_path)
+        if trainer.global_step == 6:
+            assert gate.stands.wait(WAIT_SECS)
+            io.writer.drain()
+            gate.open.set()
+            io.drain()
+
+    io = ft.FaultTolerantCheckpointIO()
+    with runs.observing(gate):
+        fit(trainer(runs.Each(look), ours, max_steps=8, plugins=[io]))
+    steps = [int(path[-13:-5]) for path in told if path]
+    assert steps == sorted(steps)
+    assert ours.last_model_path == str(place.remote / checkpoint_name(8))
 
 
 def test_loggers_hear_of_both(place: Place, tmp_path: Path) -> None:
@@ -370,6 +417,13 @@ def test_another_dirpath_does_not_continue_the_run_of_the_first(place: Place, tm
     for ckpt_path in ("last", None):
         with pytest.raises(ConfigurationError, match=r"local_dirpath=.*holds checkpoints that were saved for dirpath="):
             place.run(ckpt_path=ckpt_path)
+
+
+def test_nor_validates_its_weights(place: Place, tmp_path: Path) -> None:
+    crashed(place)
+    place.remote = tmp_path / "elsewhere"
+    with pytest.raises(ConfigurationError, match="holds checkpoints that were saved for dirpath="):
+        trainer(place.ours()).validate(runs.Line(), s.val_loader(), ckpt_path="last")
 
 
 def test_only_unusable_ones_in_both(place: Place) -> None:

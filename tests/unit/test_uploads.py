@@ -67,19 +67,17 @@ def local(dirpath: Path, step: int, size_bytes: int = 100_000) -> tuple[str, Man
     return path, save(path, bytes(size_bytes), step=step, generation=f"{step:032d}")
 
 
-def ask(
-    uploads: Uploads, dirpath: Any, step: int, *, replaceable: bool = True, size_bytes: int = 100_000
-) -> list[Manifest]:
+def ask(uploads: Uploads, dirpath: Any, step: int, size_bytes: int = 100_000) -> list[Manifest]:
     """An upload of step `step` is asked for; the list has its manifest once it has committed."""
     path, manifest = local(Path(dirpath), step, size_bytes)
     committed: list[Manifest] = []
-    uploads.upload(path, f"{dirpath}/remote/{step}.ckpt", manifest, committed.append, replaceable=replaceable)
+    uploads.upload(path, f"{dirpath}/remote/{step}.ckpt", manifest, committed.append)
     return committed
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 100_000, 3 * _uploads.PIECE_BYTES + 5])
 def test_the_same_file_byte_for_byte(uploads: Uploads, tmp_path: Path, size_bytes: int) -> None:
-    committed = ask(uploads, tmp_path, 3, size_bytes=size_bytes)
+    committed = ask(uploads, tmp_path, 3, size_bytes)
     uploads.drain()
     remote = (tmp_path / "remote" / "3.ckpt").read_bytes()
     assert remote == (tmp_path / "local" / "3.ckpt").read_bytes()
@@ -96,7 +94,7 @@ def test_what_torch_has_written_too(uploads: Uploads, tmp_path: Path) -> None:
     staged = Stager(overlap=False).stage({"weights": torch.arange(40_000.0), "n": 3})
     writer.save(SaveTask(source, staged, plain, committed.append))
     writer.close()
-    uploads.upload(source, target, committed[0], lambda manifest: None, replaceable=True)
+    uploads.upload(source, target, committed[0], lambda manifest: None)
     uploads.drain()
     assert Path(target).read_bytes() == Path(source).read_bytes()
     assert torch.load(target, weights_only=True)["n"] == 3
@@ -105,7 +103,7 @@ def test_what_torch_has_written_too(uploads: Uploads, tmp_path: Path) -> None:
 def test_to_an_object_store(uploads: Uploads, tmp_path: Path) -> None:
     with runs.memory() as url:
         source, manifest = local(tmp_path, 3)
-        uploads.upload(source, f"{url}/3.ckpt", manifest, lambda manifest: None, replaceable=True)
+        uploads.upload(source, f"{url}/3.ckpt", manifest, lambda manifest: None)
         uploads.drain()
         assert uploads.take_failure() is None
         assert fsspec.filesystem("memory").cat_file(f"{url}/3.ckpt") == Path(source).read_bytes()
@@ -116,7 +114,7 @@ def test_memory_does_not_grow_with_the_file(uploads: Uploads, tmp_path: Path) ->
         source, manifest = local(tmp_path, step, pieces * _uploads.PIECE_BYTES)
         target = str(tmp_path / "remote" / f"{step}.ckpt")
         tracemalloc.start()
-        uploads.upload(source, target, manifest, lambda manifest: None, replaceable=True)
+        uploads.upload(source, target, manifest, lambda manifest: None)
         uploads.drain()
         size_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -133,7 +131,7 @@ def test_what_has_decayed_on_the_local_disk_is_not_uploaded(uploads: Uploads, tm
     data = bytearray(Path(source).read_bytes())
     data[offset] ^= 1
     Path(source).write_bytes(data)
-    uploads.upload(source, str(tmp_path / "remote" / "3.ckpt"), manifest, pytest.fail, replaceable=True)
+    uploads.upload(source, str(tmp_path / "remote" / "3.ckpt"), manifest, pytest.fail)
     uploads.drain()
     failure = str(uploads.take_failure())
     assert f"checkpoint 3.ckpt (step 3) was not uploaded to {tmp_path}/remote: CorruptCheckpointError" in failure
@@ -151,7 +149,7 @@ def test_a_source_that_is_not_what_was_saved(uploads: Uploads, tmp_path: Path, w
         save(source, generation="f" * 32)
     else:
         os.unlink(source)
-    uploads.upload(source, str(tmp_path / "remote" / "3.ckpt"), manifest, pytest.fail, replaceable=True)
+    uploads.upload(source, str(tmp_path / "remote" / "3.ckpt"), manifest, pytest.fail)
     uploads.drain()
     assert isinstance(uploads.take_failure(), SaveError)
     assert not (tmp_path / "remote").exists()
@@ -176,26 +174,12 @@ def test_one_runs_and_the_newest_waits(uploads: Uploads, storage: Gated, tmp_pat
     ]
 
 
-def test_the_last_of_a_run_is_not_left_out(uploads: Uploads, storage: Gated, tmp_path: Path) -> None:
-    storage.gate.clear()
-    ask(uploads, tmp_path, 1)
-    assert storage.stands.wait(WAIT_SECS)
-    last = ask(uploads, tmp_path, 2, replaceable=False)
-    thread = threading.Thread(target=ask, args=(uploads, tmp_path, 3))
-    thread.start()
-    storage.gate.set()
-    thread.join(WAIT_SECS)
-    uploads.drain()
-    assert len(last) == 1
-    assert storage.opened == ["1.ckpt", "2.ckpt", "3.ckpt"]
-
-
 def test_a_source_stays_until_all_is_over(uploads: Uploads, storage: Gated, tmp_path: Path) -> None:
     """Also while what follows the upload runs."""
     source, manifest = local(tmp_path, 1)
     then: list[frozenset[str]] = []
     target = str(tmp_path / "remote" / "1.ckpt")
-    uploads.upload(source, target, manifest, lambda manifest: then.append(uploads.sources), replaceable=True)
+    uploads.upload(source, target, manifest, lambda manifest: then.append(uploads.sources))
     uploads.drain()
     assert then == [frozenset({source})]
     assert uploads.sources == frozenset()
