@@ -31,6 +31,14 @@ LONGEST_WAIT_SECS = 5.0
 _jitter = random.Random()  # noqa: S311 - its own: the global one belongs to the training
 
 
+def _say(retry: tenacity.RetryCallState) -> None:
+    error = retry.outcome.exception() if retry.outcome is not None else None
+    _log.info(
+        "a request to the store has failed and is repeated in %.1f s (%d of %d): %s: %s",
+        retry.upcoming_sleep, retry.attempt_number, TRIES - 1, type(error).__name__, error,
+    )  # fmt: skip
+
+
 class _Failure:
     """How a call has ended, if it has failed."""
 
@@ -78,7 +86,7 @@ class Calls:
                 retry=tenacity.retry_if_exception(is_transient),
                 stop=tenacity.stop_after_attempt(TRIES),
                 wait=lambda state: min(LONGEST_WAIT_SECS, 0.1 * 3.0**state.attempt_number) * _jitter.uniform(0.5, 1.0),
-                before_sleep=tenacity.before_sleep_log(_log, logging.INFO),
+                before_sleep=_say,
                 reraise=True,
             ):
                 with attempt:
@@ -98,7 +106,6 @@ class Calls:
     def start_thread(self, function: Callable[[], Any]) -> Future[Any]:
         """`function` runs in a thread of its own, or, where that makes no sense, has run."""
         future: Future[Any] = Future()
-
         future.set_running_or_notify_cancel()  # From here on nobody can take it back.
 
         def work() -> None:

@@ -56,6 +56,11 @@ def _finish() -> None:
             writer.close()
 
 
+# First of all before executors refuse work, as they do when functions of `atexit` run: clients of stores look up the
+# names of hosts in them. The name is private; where it is gone, only connections that are there already can be used.
+getattr(threading, "_register_atexit", atexit.register)(_finish)
+
+
 class Snapshot(Protocol):
     """What is to be written: see `_staging.Staged`."""
 

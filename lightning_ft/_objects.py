@@ -112,16 +112,22 @@ class ObjectStore:
     def open_read(self, path: str) -> RangedFile:
         """The bytes of `path`, to be closed by the caller."""
         size_bytes = self.size(path)
-        if not self.calls.asynchronous:
-            # One at a time, when it is wanted.
-            def fetch(begin: int, end: int) -> Any:
-                return self.calls.start_thread(lambda: self.fs.cat_file(path, start=begin, end=end))
-        else:
-
-            def fetch(begin: int, end: int) -> Any:
-                return self.calls.start(lambda: self.fs._cat_file(path, start=begin, end=end))
-
-        return RangedFile(path, size_bytes, fetch, lambda coming: self.calls.finish(coming, path), _cancel)
+        if self.calls.asynchronous:
+            return RangedFile(
+                path,
+                size_bytes,
+                lambda begin, end: self.calls.start(lambda: self.fs._cat_file(path, start=begin, end=end)),
+                lambda coming: self.calls.finish(coming, path),
+                _cancel,
+            )
+        # One range at a time, when it is wanted: not every client may be used by several threads.
+        return RangedFile(
+            path,
+            size_bytes,
+            lambda begin, end: partial(self.fs.cat_file, path, start=begin, end=end),
+            lambda fetch: self.calls.run(path, fetch),
+            lambda fetch: None,
+        )
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from lightning_ft._names import SUFFIX, split
 from lightning_ft._objects import TAILS_AT_ONCE, Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
 from lightning_ft._s3_upload import S3Attempt
-from lightning_ft._store_errors import is_bad_range, is_refusal, is_unsupported
+from lightning_ft._store_errors import is_bad_range, is_refusal, is_transient
 from lightning_ft.errors import StorageError
 from lightning_ft.events import DeleteHidden, emit
 from lightning_ft.manifest import TAIL_BYTES
@@ -219,14 +219,12 @@ class S3Store(ObjectStore):
         while True:
             try:
                 page = self.request(dirpath, "list_multipart_uploads", **arguments)
-            except (FileNotFoundError, PermissionError) as error:
-                # A right of its own, which a training need not have. Such uploads cost money and do no harm.
-                _log.info("%s: unfinished uploads cannot be listed: %s", dirpath, error)
-                return removed
-            except StorageError as error:
-                if not is_unsupported(error.__cause__ or error):
+            except (FileNotFoundError, PermissionError, StorageError) as error:
+                if is_transient(error):
                     raise
-                _log.info("%s: this store lists no unfinished uploads: %s", dirpath, error)
+                # A right of its own, which a training need not have, and a request that not every store knows. Such
+                # uploads cost money and do no harm.
+                _log.info("%s: unfinished uploads cannot be listed: %s", dirpath, error)
                 return removed
             # The store's own clock, as for the times below: ours may be another.
             date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -260,13 +258,15 @@ class S3Store(ObjectStore):
                 refuses = is_refusal(error.__cause__ or error) or is_refusal(error)
                 if not refuses:
                     raise
-        except Exception as error:
+        except FileExistsError:
+            refuses = True
+        except StorageError as error:
             if is_refusal(error.__cause__ or error):
                 refuses = True  # the answer to the first was lost, and what repeated it has found the object
-            elif is_unsupported(error.__cause__ or error):
-                self.request(path, "put_object", **place, Body=b"probe")
-            else:
+            elif is_transient(error):
                 raise
+            else:  # the condition is unknown here; or nothing can be written, and this says so
+                self.request(path, "put_object", **place, Body=b"probe")
         self.request(path, "delete_object", **place)
         known = _refuses.get(self._where(path))
         _refuses[self._where(path)] = refuses

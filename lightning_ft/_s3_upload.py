@@ -41,6 +41,7 @@ class _Part:
 
     number: int
     body: bytearray | bytes
+    checksum: str
     future: Future[Any]
     started: float
     """By `time.monotonic`."""
@@ -56,7 +57,8 @@ class S3Attempt(Attempt):
     do so, and is looked at before, where it was not. If a refusal, or a lost answer, leaves open whether the
     object is this one, it is read back: generation and digest of its manifest tell.
 
-    Memory: `PARTS_AT_ONCE` + 1 parts, larger than `PART_BYTES` only above 70 GiB.
+    Memory: `PARTS_AT_ONCE` + 1 parts, larger than `PART_BYTES` only above 70 GiB; and what asyncio copies of a part
+    that the network does not take at once.
 
     Args:
         store: Where it goes.
@@ -106,9 +108,10 @@ class S3Attempt(Attempt):
             self._settle()
         number = len(self._parts) + len(self._on_their_way) + 1
         body = self._filled()
-        arguments = {"PartNumber": number, "UploadId": self._upload_id, **self._upload(body)}
+        checksum = _crc32(body)
+        arguments = {"PartNumber": number, "UploadId": self._upload_id, **self._upload(body, checksum)}
         future = self._store.calls.start(lambda: self._store.fs._call_s3("upload_part", **arguments))
-        self._on_their_way.append(_Part(number, body, future, time.monotonic()))
+        self._on_their_way.append(_Part(number, body, checksum, future, time.monotonic()))
         self._part = self._idle.pop() if self._idle else bytearray(self._part_bytes)
         self._filled_bytes = 0
 
@@ -117,25 +120,24 @@ class S3Attempt(Attempt):
             return self._part
         return bytes(memoryview(self._part)[: self._filled_bytes])  # the last part, or all there is
 
-    def _upload(self, body: bytearray | bytes) -> dict[str, Any]:
-        checksum = {"ChecksumCRC32": _crc32(body)} if self._with_checksum else {}
-        return {**self._place, "Body": body, **checksum}
+    def _upload(self, body: bytearray | bytes, checksum: str) -> dict[str, Any]:
+        return {**self._place, "Body": body, **({"ChecksumCRC32": checksum} if self._with_checksum else {})}
 
     def _settle(self) -> None:
         """The oldest part has arrived as it was sent."""
         part = self._on_their_way.popleft()
         answer = self._store.calls.finish(part.future, self.path, part.started)
-        self._compare(part.body, answer, f"part {part.number}")
-        checksum = {"ChecksumCRC32": _crc32(part.body)} if answer.get("ChecksumCRC32") else {}
+        self._compare(part.body, part.checksum, answer, f"part {part.number}")
+        checksum = {"ChecksumCRC32": part.checksum} if answer.get("ChecksumCRC32") else {}
         self._parts.append({"PartNumber": part.number, "ETag": answer["ETag"], **checksum})
         if isinstance(part.body, bytearray):
             self._idle.append(part.body)
 
-    def _compare(self, body: bytearray | bytes, answer: Any, what: str) -> None:
+    def _compare(self, body: bytearray | bytes, checksum: str, answer: Any, what: str) -> None:
         """The store says that it holds what was sent, as far as it says anything."""
         etag = _plain(answer.get("ETag"))
         if stored := answer.get("ChecksumCRC32"):
-            sent = _crc32(body)
+            sent = checksum
         elif (
             _MD5.fullmatch(etag)
             and not answer.get("SSECustomerAlgorithm")
@@ -182,8 +184,9 @@ class S3Attempt(Attempt):
         try:
             if self._upload_id is None:
                 body = self._filled()
-                answer = self._store.request(self.path, "put_object", **self._upload(body), **condition)
-                self._compare(body, answer, "object")
+                checksum = _crc32(body)
+                answer = self._store.request(self.path, "put_object", **self._upload(body, checksum), **condition)
+                self._compare(body, checksum, answer, "object")
             else:
                 answer = self._store.request(
                     self.path, "complete_multipart_upload", **self._place, **condition,

@@ -28,6 +28,8 @@ _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryErr
 
 def is_transient(error: BaseException) -> bool:
     """Whether the same call may succeed a little later."""
+    if not isinstance(error, Exception):
+        return False  # It was cancelled.
     if isinstance(error, StorageError):
         return error.transient
     if isinstance(error, (FaultToleranceError, *_ANSWERS)):
@@ -56,12 +58,6 @@ def is_bad_range(error: BaseException) -> bool:
     """Whether a range was asked for that the object does not have."""
     code, status = _response(error)
     return status == 416 or code == "InvalidRange"
-
-
-def is_unsupported(error: BaseException) -> bool:
-    """Whether the store does not know a part of the request."""
-    code, status = _response(error)
-    return status == 501 or code in {"NotImplemented", "InvalidArgument", "InvalidRequest", "MethodNotAllowed"}
 
 
 def translated(error: Exception, path: str) -> Exception:

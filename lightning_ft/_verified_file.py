@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 import xxhash
@@ -65,34 +66,71 @@ def _digest_of(file: BinaryIO, size_bytes: int) -> str:
 def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
     """A verified copy in a file without a name, None if there is no room for it."""
     directory = tempfile.gettempdir()
+    if _in_memory(directory):
+        _log.info("%s: %s is in memory, so it is fetched twice", path, directory)
+        return None
     room = os.statvfs(directory)
     if room.f_bavail * room.f_frsize < file.size_bytes + SPARE_BYTES:
         _log.info("%s: no room for a copy in %s, so it is fetched twice", path, directory)
         return None
-    with tempfile.TemporaryFile(dir=directory) as spool:
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as spool:
         for last_try in (False, True):
-            spool.seek(0)
-            file.seek(0)
-            state = xxhash.xxh3_128()
             try:
-                while piece := file.next_bytes(BLOCK_BYTES):
-                    state.update(piece[: max(0, manifest.size_bytes - spool.tell())])
-                    spool.write(piece)
-                spool.flush()
+                digest = _fetch(file, spool.fileno(), manifest.size_bytes)
             except OSError as error:
                 if isinstance(error, StorageError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 _log.info("%s: %s is full, so it is fetched twice", path, directory)
                 return None
-            if state.hexdigest() == manifest.digest:
+            if digest == manifest.digest:
                 break
             if last_try:
-                _compare(state.hexdigest(), manifest, path)
+                _compare(digest, manifest, path)
             # Nothing else checks what comes over the line.
             _log.warning("%s: arrived damaged, and is fetched again", path)
         copy = ThreadedFile(os.dup(spool.fileno()))
     copy.seek(0)
     return cast(BinaryIO, copy)
+
+
+def _fetch(file: RangedFile, fd: int, hashed_bytes: int) -> str:
+    """All of `file` is in the file behind `fd`; returns the digest of its first `hashed_bytes` bytes.
+
+    One block is written by another thread while the next one is waited for and hashed.
+    """
+    file.forget()
+    file.seek(0)
+    state = xxhash.xxh3_128()
+    offset = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="lightning-ft-copy") as pool:
+        writing: Future[None] | None = None
+        while piece := file.next_bytes(BLOCK_BYTES):
+            state.update(piece[: max(0, hashed_bytes - offset)])
+            if writing is not None:
+                writing.result()
+            writing = pool.submit(_write, fd, piece, offset)
+            offset += piece.nbytes
+        if writing is not None:
+            writing.result()
+    return state.hexdigest()
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    while view.nbytes:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _in_memory(directory: str) -> bool:
+    """Whether a copy there would take as much memory as the checkpoint has bytes."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            mounts = [line.split() for line in file]
+    except OSError:  # no such place outside Linux
+        return False
+    return any(fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in mounts if fields[2] == number)
 
 
 def _checked(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO:

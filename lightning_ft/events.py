@@ -123,7 +123,7 @@ class DeleteSkipped(Event):
 
 @dataclass(frozen=True)
 class LeftoverRemoved(Event):
-    """A file that a killed process left behind under a hidden name is gone."""
+    """What a killed process left behind is gone: a file under a hidden name, an unfinished upload to this path."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ Step (in this order)  Local directory: true on disk after it      Object store: 
 `remove`: data        the data is gone                            the data is gone
 ====================  ==========================================  ==================================
 
-URLs go to an `ObjectStore`. Local files do not pass through `fsspec`, whose local transactions go through the system's temporary
-directory, move without fsync, and keep their state on an instance shared by all threads.
+URLs go to an `ObjectStore`. Local files do not pass through `fsspec`, whose local transactions go through the system's
+temporary directory, move without fsync, and keep their state on an instance shared by all threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -27,13 +28,13 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
-from lightning_ft._attempt import Attempt, LocalAttempt, make_dirs, sync_dir
+from lightning_ft._attempt import Attempt, LocalAttempt, hold, make_dirs, sync_dir
 from lightning_ft._names import deleted_name, is_local, join, normalise, parse_leftover, probe_name, split
 from lightning_ft._objects import DIRECTORY_MANIFEST, Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
 from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft._verified_file import open_verified
-from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
 from lightning_ft.events import (
     AttemptOpened,
     Deleted,
@@ -44,6 +45,8 @@ from lightning_ft.events import (
     emit,
 )
 from lightning_ft.manifest import TAIL_BYTES, Manifest, parse_tail
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["DIRECTORY_MANIFEST", "Attempt", "Storage"]
 
@@ -75,8 +78,7 @@ class Storage:
     def _store(self, path: str) -> ObjectStore:
         """The store behind a URL; fsspec keeps one file system per thread and options."""
         options = dict(self.storage_options)
-        is_s3 = path.partition("://")[0] in ("s3", "s3a")
-        if is_s3:
+        if _is_s3(path):
             # Calls are repeated here. botocore, which would do it as well, waits for times drawn from the generator
             # that belongs to the training. And everything read is verified here; some stores give the checksum of a
             # whole object with a part of it, and botocore compares the two.
@@ -88,7 +90,7 @@ class Storage:
             fs, _ = fsspec.core.url_to_fs(path, **options)
         except (ImportError, ValueError) as error:
             raise ConfigurationError(f"{path}: no file system for this URL: {error}") from error
-        if is_s3 and hasattr(fs, "_call_s3"):
+        if _is_s3(path) and hasattr(fs, "_call_s3"):
             from lightning_ft._s3 import S3Store
 
             return S3Store(fs, self.deadline_secs)
@@ -159,12 +161,46 @@ class Storage:
                 else:
                     self._store(path).remove_tree(path)
                 emit(LeftoverRemoved(path))
+        return paths + self._remove_uploads(dirpath)
+
+    def _remove_uploads(self, dirpath: str) -> list[str]:
+        # Only there can uploads be listed.
+        uploads = self._store(dirpath).remove_uploads(dirpath) if _is_s3(dirpath) else []
+        for path in uploads:
+            emit(LeftoverRemoved(path))
+        return uploads
+
+    def remove_abandoned(self, dirpath: str) -> list[str]:
+        """Attempts in `dirpath` that no living process writes are gone; returns their paths.
+
+        For directories that others may be writing to: what is being written, on this machine or on one that shares its
+        locks, stays. In a store: uploads that are old. Ranks: zero. Thread: main.
+        """
+        dirpath = normalise(dirpath)
         if not is_local(dirpath):
-            uploads = self._store(dirpath).remove_uploads(dirpath)
-            for path in uploads:
+            try:
+                return self._remove_uploads(dirpath)
+            except StorageError as error:  # no reason not to train: they do no harm
+                logger.warning("unfinished uploads into %s are not looked for: %s", dirpath, error)
+                return []
+        removed = []
+        for name in self.listdir(dirpath):
+            leftover = parse_leftover(name)
+            if leftover is None or leftover.kind != "attempt":
+                continue
+            path = join(dirpath, name)
+            # Committed or cleared away by another process since it was listed.
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDWR)  # a lock by way of NFS needs write access
+                try:
+                    if not hold(fd):
+                        continue
+                    os.unlink(path)
+                finally:
+                    os.close(fd)
                 emit(LeftoverRemoved(path))
-            paths += uploads
-        return paths
+                removed.append(path)
+        return removed
 
     def read_manifest(self, path: str) -> tuple[Manifest | None, int]:
         """The manifest of `path`, None if it is somebody else's archive, and its size; reads only the tail.
@@ -302,6 +338,10 @@ class Storage:
         os.replace(path, renamed)
         sync_dir(dirpath)
         os.unlink(renamed)
+
+
+def _is_s3(path: str) -> bool:
+    return path.partition("://")[0] in ("s3", "s3a")
 
 
 def _unlink(path: str) -> None:

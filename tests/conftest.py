@@ -15,7 +15,11 @@ from multiprocessing import forkserver
 import pytest
 
 from lightning_ft import events, testing
+from tests.stores.fixtures import chaos, poor_s3, proxy, rclone, s3, seaweed
 from tests.stores.seaweed import program
+
+# Known here to all tests, so that every worker starts one server and not one per directory.
+__all__ = ["chaos", "poor_s3", "proxy", "rclone", "s3", "seaweed"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,9 +23,7 @@ from tests.benchmarks.pace import Pace, Save
 from tests.benchmarks.plan import FULL, QUICK, Plan, Shape
 from tests.benchmarks.targets import TARGETS, Target, judge
 from tests.benchmarks.training import follow
-from tests.stores.fixtures import Place, s3, seaweed
-
-__all__ = ["s3", "seaweed"]
+from tests.stores.fixtures import Place
 
 ROOT = Path(__file__).parents[2]
 SAVING = [name for name in CONTENDERS if name != "none"]

@@ -197,21 +197,8 @@ def test_a_probe_leaves_nothing(storage: Storage, dirpath: str) -> None:
     assert storage.listdir(dirpath) == []
 
 
-def test_a_name_of_the_run_is_given_once(storage: Storage, dirpath: str) -> None:
-    """Two runs that write into one directory of a store; on a disk the lock keeps them apart."""
-    if "://" not in dirpath or dirpath.startswith("memory"):
-        pytest.skip("no two processes can get here")
-    storage.probe(dirpath)
-    path = join(dirpath, "step=00000001.ckpt")
-    first = save(storage, path)
-    with pytest.raises(SaveError, match="there is another checkpoint of this name"):
-        save(storage, path)
-    assert storage.read_manifest(path)[0] == first
-    assert storage.listdir(dirpath) == ["step=00000001.ckpt"]
-
-
 @pytest.mark.parametrize("large", [False, True], ids=["one-block", "several-blocks"])
-def test_every_flipped_bit_is_found_before_anything_is_used(storage: Storage, dirpath: str, large: bool) -> None:
+def test_e5_every_flipped_bit_is_found_before_anything_is_used(storage: Storage, dirpath: str, large: bool) -> None:
     """In the pickle, in tensor data, in the archive's directory, in the manifest and in its seal."""
     data = b"weights" * (1_500_000 if large else 100)
     path = join(dirpath, "a.ckpt")

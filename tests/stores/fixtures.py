@@ -5,13 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
 
-from tests.stores.chaos import ChaosProxy, Rule
 from tests.stores.seaweed import BUCKET, RcloneServer, SeaweedServer, options
+
+if TYPE_CHECKING:  # it needs aiohttp, and this module is imported for every test
+    from tests.stores.chaos import ChaosProxy, Rule
 
 
 @dataclass
@@ -69,6 +71,8 @@ def poor_s3(rclone: RcloneServer) -> Place:
 
 @pytest.fixture(scope="session")
 def proxy(seaweed: SeaweedServer) -> Iterator[ChaosProxy]:
+    from tests.stores.chaos import ChaosProxy
+
     with ChaosProxy(seaweed.url) as entered:
         yield entered
 

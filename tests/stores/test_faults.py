@@ -50,7 +50,7 @@ PASSING = [
 
 
 @pytest.mark.parametrize("rule", [rule for _, rule in PASSING], ids=[name for name, _ in PASSING])
-def test_a_fault_that_passes_does_not_fail_a_save(chaos: Place, rule: Rule) -> None:
+def test_g3_a_fault_that_passes_does_not_fail_a_save(chaos: Place, rule: Rule) -> None:
     storage = Storage(chaos.options)
     storage.probe(chaos.url)
     chaos.rules.append(Rule(**{**vars(rule), "seen": 0, "hits": 0}))
@@ -98,7 +98,7 @@ LASTING = [
 
 
 @pytest.mark.parametrize("rule", [rule for _, rule in LASTING], ids=[name for name, _ in LASTING])
-def test_a_fault_that_lasts_fails_the_save_and_leaves_nothing(chaos: Place, rule: Rule) -> None:
+def test_g3_a_fault_that_lasts_fails_the_save_and_leaves_nothing(chaos: Place, rule: Rule) -> None:
     storage = Storage(chaos.options)
     save(storage, chaos.url, 1)
     chaos.rules.append(Rule(**{**vars(rule), "seen": 0, "hits": 0}))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
-from lightning_ft import _ranged_file, discovery
+from lightning_ft import _ranged_file, _verified_file, discovery
 from lightning_ft._names import checkpoint_name
 from lightning_ft.discovery import LOOKED_AT_FIRST, last_good, list_checkpoints, start_of
 from lightning_ft.errors import NoUsableCheckpointError
+from lightning_ft.manifest import EOCD_BYTES, seal
 from lightning_ft.storage import Storage
-from tests.stores.checkpoints import MIB, requests, save
+from tests.stores.checkpoints import MIB, archive, manifest, requests, save
 from tests.stores.fixtures import Place
 
 needs_s3 = pytest.mark.needs("s3fs", "weed")
@@ -21,29 +25,28 @@ needs_s3 = pytest.mark.needs("s3fs", "weed")
 THOUSAND = 1000
 
 
-def fill(storage: Storage, dirpath: str, tmp_path: Path) -> None:
-    """A thousand checkpoints; the objects are put side by side, which a save does not do."""
-    for step in range(1, THOUSAND + 1):
-        save(Storage(), str(tmp_path / "filled"), step)
+def fill(storage: Storage, dirpath: str) -> None:
+    """A thousand checkpoints, put side by side, which a save does not do."""
     store: Any = storage._store(dirpath)
-    files = sorted((tmp_path / "filled").iterdir())
+    data = archive()
+    archived, eocd = data[:-EOCD_BYTES], data[-EOCD_BYTES:]
+    digest = xxhash.xxh3_128_hexdigest(archived)
     coming = []
-    for file in files:
-        place, data = store.place(f"{dirpath}/{file.name}"), file.read_bytes()
-        coming.append(store.calls.start(lambda p=place, d=data: store.fs._call_s3("put_object", **p, Body=d)))
-        if len(coming) == 32:
+    for step in range(1, THOUSAND + 1):
+        place = store.place(f"{dirpath}/{checkpoint_name(step)}")
+        body = archived + seal(eocd, manifest(len(archived), digest, step))
+        coming.append(store.calls.start(partial(store.fs._call_s3, "put_object", **place, Body=body)))
+        if len(coming) == 32 or step == THOUSAND:
             while coming:
                 store.calls.finish(coming.pop(), dirpath)
-    while coming:
-        store.calls.finish(coming.pop(), dirpath)
 
 
 @needs_s3
-def test_the_last_of_a_thousand(s3: Place, tmp_path: Path) -> None:
+def test_the_last_of_a_thousand(s3: Place) -> None:
     """One listing (a page holds a thousand), a few manifests, and, to verify it, the chosen one."""
     storage = Storage(s3.options)
     storage.probe(s3.url)
-    fill(storage, s3.url, tmp_path)
+    fill(storage, s3.url)
     with requests(storage, s3.url) as made:
         found = last_good(s3.url, "size", s3.options)
     assert found is not None
@@ -137,7 +140,7 @@ def test_torch_loads_from_a_store_in_few_requests(s3: Place) -> None:
 
 
 @needs_s3
-def test_a_large_one_is_read_in_few_blocks_at_a_time(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g5_a_large_one_is_read_in_few_blocks_at_a_time(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a verification does not depend on the size of the checkpoint."""
     monkeypatch.setattr(_ranged_file, "BLOCK_BYTES", MIB)
     storage = Storage(s3.options)
@@ -172,3 +175,10 @@ def test_an_object_that_is_replaced_is_not_read_in_its_stead(s3: Place, monkeypa
         file.seek(10 * MIB)
         with pytest.raises(OSError, match="was replaced while it was read"):
             file.read(100)
+
+
+def test_a_temporary_directory_in_memory_is_known(tmp_path: Path) -> None:
+    if not os.path.isdir("/dev/shm") or os.statvfs("/dev/shm").f_files == 0:
+        pytest.skip("no /dev/shm")
+    assert _verified_file._in_memory("/dev/shm")
+    assert not _verified_file._in_memory("/proc/self")

@@ -45,6 +45,7 @@ class Hanging(fsspec.AbstractFileSystem):  # type: ignore[misc]
     protocol = "hanging"
     cachable = False
     at: str | None = None
+    reading = False
     released = threading.Event()
 
     def __init__(self, **options: Any) -> None:
@@ -64,8 +65,13 @@ class Hanging(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return self.inner.open(self._inner(path), mode)
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
-        self.step("read")
-        data: bytes = self.inner.cat_file(self._inner(path), start, end)
+        assert not Hanging.reading, "two reads at the same time"
+        Hanging.reading = True
+        try:
+            self.step("read")
+            data: bytes = self.inner.cat_file(self._inner(path), start, end)
+        finally:
+            Hanging.reading = False
         return data
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
@@ -119,7 +125,7 @@ def test_writing_ends_at_the_deadline(url: str, at: str) -> None:
 def test_an_upload_in_several_parts_is_read_back_and_loaded(url: str) -> None:
     storage = Storage()
     with storage.open_attempt(f"{url}/a.ckpt") as attempt:
-        attempt.write(archive(12 * MIB))
+        attempt.write(archive(50 * MIB))
         written = attempt.commit(manifest)
     assert verify(f"{url}/a.ckpt").problem is None
     file, found = storage.open_verified(f"{url}/a.ckpt")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.needs("s3fs", "weed")
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_parts_go_in_parallel_and_few_are_in_memory(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g5_parts_go_in_parallel_and_few_are_in_memory(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a save does not depend on the size of the checkpoint: parts are counted, not time."""
     storage = Storage(s3.options)
     fs: Any = storage._store(s3.url).fs
@@ -116,6 +117,9 @@ def test_an_upload_of_a_killed_process_is_removed_when_it_is_old(s3: Place, monk
     assert sorted(uploads(storage, s3.url)) == left
     assert storage.remove_leftovers(s3.url) == []  # it may be of a living process
     monkeypatch.setattr(_s3, "LEFTOVER_AGE", timedelta(0))
+    other = f"{s3.url}/deeper"  # of a `ModelCheckpoint`
+    assert storage.remove_abandoned(other) == [f"{other}/step=00000003.ckpt"]
+    store.request(other, "create_multipart_upload", **store.place(f"{other}/step=00000003.ckpt"))
     seen: list[events.Event] = []
     stop = events.observe(seen.append)
     try:
@@ -129,7 +133,7 @@ def test_an_upload_of_a_killed_process_is_removed_when_it_is_old(s3: Place, monk
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("answer", ["etag", "checksum"])
-def test_a_part_that_arrived_as_another_one_fails_the_save(
+def test_e8_a_part_that_arrived_as_another_one_fails_the_save(
     s3: Place, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     storage = Storage(s3.options)
@@ -152,6 +156,26 @@ def test_a_part_that_arrived_as_another_one_fails_the_save(
     assert uploads(storage, s3.url) == []
 
 
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("size_bytes", [100, 12 * MIB], ids=["one-request", "parts"])
+def test_a_store_that_takes_no_checksums_is_compared_by_etag(
+    s3: Place, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    options = {**s3.options, "config_kwargs": {"request_checksum_calculation": "when_required"}}
+    storage = Storage(options)
+    compared: list[int] = []
+
+    def counting(body: bytes, **kwargs: Any) -> Any:
+        compared.append(len(body))
+        return md5(body, usedforsecurity=False)
+
+    monkeypatch.setattr("hashlib.md5", counting)
+    path = save(storage, s3.url, size_bytes=size_bytes)
+    assert len(compared) == (1 if size_bytes == 100 else 3)
+    monkeypatch.undo()
+    assert verify(path, storage_options=s3.options).problem is None
+
+
 def _another_generation(store: Any, path: str) -> None:
     with Storage(store.fs.storage_options).open_attempt(f"{path}.other") as attempt:
         attempt.write(archive())
@@ -166,7 +190,7 @@ def _cut(store: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "stays"), [(_cut, False), (_another_generation, True)], ids=["cut", "another"])
-def test_what_is_there_after_the_commit_is_looked_at(
+def test_e8_what_is_there_after_the_commit_is_looked_at(
     s3: Place, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, str], None], stays: bool
 ) -> None:
     """A damaged object is taken back; one of another save, which came at the same moment, is not ours to remove."""
@@ -194,6 +218,22 @@ def test_a_store_that_ignores_conditions_is_noticed(s3: Place, poor_s3: Place) -
         assert store.refuses_existing(place.url) is refuses
 
 
+@pytest.mark.needs("rclone")
+@pytest.mark.parametrize("kind", ["s3", "poor_s3"])
+def test_a_name_of_the_run_is_given_once(kind: str, request: pytest.FixtureRequest) -> None:
+    """Two runs write into one directory of a store; on a disk the lock keeps them apart."""
+    place: Place = request.getfixturevalue(kind)
+    storage = Storage(place.options)
+    storage.probe(place.url)
+    path = save(storage, place.url)
+    first = storage.read_manifest(path)[0]
+    with pytest.raises(SaveError, match="there is another checkpoint of this name"):
+        save(storage, place.url, size_bytes=12 * MIB)
+    assert storage.read_manifest(path)[0] == first
+    assert storage.listdir(place.url) == ["step=00000001.ckpt"]
+    assert uploads(storage, place.url) == []
+
+
 def test_other_callbacks_may_write_over_their_own_files(s3: Place) -> None:
     storage = Storage(s3.options)
     storage.probe(s3.url)
@@ -204,8 +244,8 @@ def test_other_callbacks_may_write_over_their_own_files(s3: Place) -> None:
     assert found.start == 2
 
 
-def test_nothing_appears_on_the_local_disk(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G1: no directory called `s3:`; and no copy of what was loaded is left in the temporary directory."""
+def test_g1_nothing_appears_on_the_local_disk(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory called `s3:`; and no copy of what was loaded is left in the temporary directory."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))

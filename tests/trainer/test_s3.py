@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,13 @@ import lightning as L
 import pytest
 
 import lightning_ft as ft
-from lightning_ft.discovery import list_checkpoints
+from lightning_ft.discovery import list_checkpoints, verify
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.stores.checkpoints import uploads
-from tests.stores.fixtures import Place, s3, seaweed
+from tests.stores.fixtures import Place
 from tests.trainer import runs
 from tests.trainer import scenarios as s
-
-__all__ = ["s3", "seaweed"]
 
 pytestmark = pytest.mark.needs("s3fs", "weed")
 
@@ -29,7 +30,7 @@ def s3_trainer(url: str, options: dict[str, Any], dirpath: str, **kwargs: Any) -
     return s.trainer(f"{url}/{Path(dirpath).parent.name}", plugins=[plugin], **kwargs)
 
 
-def test_killed_and_restarted_it_is_exact(s3: Place, tmp_path: Path) -> None:
+def test_g6_killed_and_restarted_it_is_exact(s3: Place, tmp_path: Path) -> None:
     """In the middle of an epoch, before the object is published, and just after."""
     kills = [5, "DataWritten:2", "DataSynced"]
     make_trainer = partial(s3_trainer, s3.url, s3.options)
@@ -42,7 +43,7 @@ def test_killed_and_restarted_it_is_exact(s3: Place, tmp_path: Path) -> None:
     assert uploads(Storage(s3.options), f"{s3.url}/restarted") == []
 
 
-def test_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d8_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D3, D8, G6: "last" on an empty store, rotation, "last" again; no file of the store's name on the disk."""
     monkeypatch.chdir(tmp_path)
 
@@ -59,3 +60,22 @@ def test_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pytest.
     assert Storage(s3.options).listdir(s3.url) == ["step=00000004.ckpt", "step=00000005.ckpt"]
     assert fit(5) == []
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("s3")]
+
+
+AT_THE_END = """
+import json, sys
+import torch
+import lightning_ft as ft
+
+url, options = sys.argv[1], json.loads(sys.argv[2])
+plugin = ft.FaultTolerantCheckpointIO(storage_options=options)
+plugin.save_checkpoint({"weight": torch.zeros(10 << 20), "global_step": 1}, url)
+"""
+
+
+def test_a_save_in_flight_when_the_script_ends_is_made(s3: Place) -> None:
+    """By then the client of the store cannot look up the name of a host any more, unless that is done in time."""
+    options = {**s3.options, "endpoint_url": s3.options["endpoint_url"].replace("127.0.0.1", "localhost")}
+    path = f"{s3.url}/end.ckpt"
+    subprocess.run([sys.executable, "-c", AT_THE_END, path, json.dumps(options)], check=True, timeout=120)
+    assert verify(path, storage_options=s3.options).problem is None

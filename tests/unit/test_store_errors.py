@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ft._store_errors import is_bad_range, is_refusal, is_transient, is_unsupported, translated
+from lightning_ft._store_errors import is_bad_range, is_refusal, is_transient, translated
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError, StorageError
 
 
@@ -78,6 +78,11 @@ def test_what_does_not(error: Exception) -> None:
     assert not is_transient(translated(error, "s3://a"))
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt()], ids=repr)
+def test_what_was_cancelled_is_not_tried_again(error: BaseException) -> None:
+    assert not is_transient(error)
+
+
 def test_answers_and_our_own_errors_keep_their_class() -> None:
     for error in (FileNotFoundError("a"), PermissionError("a"), SaveError("a"), ValueError("a mistake of ours")):
         assert translated(error, "s3://a") is error
@@ -94,8 +99,6 @@ def test_a_refused_condition_is_known_in_every_dress() -> None:
     assert not is_refusal(OSError(errno.EINVAL, "a"))
 
 
-def test_what_a_store_does_not_know() -> None:
-    assert is_unsupported(answered(501, "NotImplemented"))
-    assert not is_unsupported(answered(503, "SlowDown"))
+def test_a_range_that_is_not_there() -> None:
     assert is_bad_range(answered(416, "InvalidRange"))
     assert not is_bad_range(answered(404, "NoSuchKey"))
