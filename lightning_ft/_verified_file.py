@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 import xxhash
 
+from lightning_ft._direct import DiskStream
 from lightning_ft._ranged_file import BLOCK_BYTES, RangedFile
 from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft.errors import CorruptCheckpointError, StorageError
@@ -75,6 +76,7 @@ def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
         return None
     with tempfile.TemporaryFile(dir=directory, buffering=0) as spool:
         for last_try in (False, True):
+            os.ftruncate(spool.fileno(), 0)
             try:
                 digest = _fetch(file, spool.fileno(), manifest.size_bytes)
             except OSError as error:
@@ -94,31 +96,21 @@ def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
 
 
 def _fetch(file: RangedFile, fd: int, hashed_bytes: int) -> str:
-    """All of `file` is in the file behind `fd`; returns the digest of its first `hashed_bytes` bytes.
-
-    One block is written by another thread while the next one is waited for and hashed.
-    """
+    """All of `file` is in the empty file behind `fd`; returns the digest of its first `hashed_bytes` bytes."""
     file.forget()
     file.seek(0)
     state = xxhash.xxh3_128()
-    offset = 0
-    with ThreadPoolExecutor(1, thread_name_prefix="lightning-ft-copy") as pool:
-        writing: Future[None] | None = None
+    # Past the page cache: writing into that would take longer than fetching.
+    stream = DiskStream(fd, file.name, file.size_bytes)
+    try:
         while piece := file.next_bytes(BLOCK_BYTES):
-            state.update(piece[: max(0, hashed_bytes - offset)])
-            if writing is not None:
-                writing.result()
-            writing = pool.submit(_write, fd, piece, offset)
-            offset += piece.nbytes
-        if writing is not None:
-            writing.result()
+            state.update(piece[: max(0, hashed_bytes - file.tell() + piece.nbytes)])
+            stream.write(piece)
+        stream.finish()
+    finally:
+        stream.close()
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
     return state.hexdigest()
-
-
-def _write(fd: int, view: memoryview, offset: int) -> None:
-    while view.nbytes:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
 
 
 def _in_memory(directory: str) -> bool:

@@ -43,6 +43,7 @@ class Rule:
     query: str = ""
     times: int = 1 << 60
     after: int = 0
+    every: int = 1
     status: int = 503
     code: str = "SlowDown"
     offset: int = 0
@@ -57,7 +58,7 @@ class Rule:
         if not re.search(self.query, request.query_string):
             return False
         self.seen += 1
-        if self.seen <= self.after or self.hits >= self.times:
+        if self.seen <= self.after or self.hits >= self.times or (self.seen - self.after) % self.every:
             return False
         self.hits += 1
         return True

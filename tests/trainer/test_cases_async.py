@@ -163,7 +163,7 @@ class StoreError(Exception):
     """Clients of object stores raise classes of their own: no OSError."""
 
 
-@pytest.mark.parametrize("method", ["remove", "listdir"])
+@pytest.mark.parametrize("method", ["remove", "entries"])
 @pytest.mark.parametrize("error", [OSError, StoreError])
 def test_f2_a_rotation_that_fails_is_no_danger(
     method: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any

@@ -16,6 +16,7 @@ import lightning_ft as ft
 from lightning_ft.discovery import list_checkpoints, verify
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
+from tests.stores.chaos import Rule
 from tests.stores.checkpoints import uploads
 from tests.stores.fixtures import Place
 from tests.trainer import runs
@@ -30,17 +31,24 @@ def s3_trainer(url: str, options: dict[str, Any], dirpath: str, **kwargs: Any) -
     return s.trainer(f"{url}/{Path(dirpath).parent.name}", plugins=[plugin], **kwargs)
 
 
-def test_g6_killed_and_restarted_it_is_exact(s3: Place, tmp_path: Path) -> None:
-    """In the middle of an epoch, before the object is published, and just after."""
+def test_g6_killed_and_restarted_it_is_exact(chaos: Place, tmp_path: Path) -> None:
+    """In the middle of an epoch, before the object is published, and just after; and the store is busy all the time."""
+    chaos.rules += [
+        Rule("status", method="PUT", every=3),
+        Rule("drop_response", method="PUT", path="step=", every=4),
+        Rule("reset", method="GET", path="step=", every=3),
+        Rule("status", method="GET", query="list-type", every=2, status=500, code="InternalError"),
+    ]
     kills = [5, "DataWritten:2", "DataSynced"]
-    make_trainer = partial(s3_trainer, s3.url, s3.options)
+    make_trainer = partial(s3_trainer, chaos.url, chaos.options)
     compared = assert_resume_exact(make_trainer, s.Net, partial(s.shuffled, 0), kill_at=kills, root=tmp_path)
     assert compared.replayed > 0
+    assert all(rule.hits > 1 for rule in chaos.rules)
     assert not (tmp_path / "restarted" / "checkpoints").exists()
-    infos = list_checkpoints(f"{s3.url}/restarted", s3.options)
+    infos = list_checkpoints(f"{chaos.url}/restarted", chaos.direct())
     assert infos
     assert all(info.problem is None for info in infos)
-    assert uploads(Storage(s3.options), f"{s3.url}/restarted") == []
+    assert uploads(Storage(chaos.direct()), f"{chaos.url}/restarted") == []
 
 
 def test_d8_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
