@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import secrets
@@ -53,6 +54,21 @@ def make_dirs(dirpath: str) -> None:
         make_dirs(parent)
     os.makedirs(dirpath, exist_ok=True)
     sync_dir(parent)
+
+
+def hold(fd: int, *, wait: bool = False) -> bool:
+    """As long as `fd` is open, nobody else can hold its file; False if somebody does, or the file system cannot tell.
+
+    Blocks on: with `wait`, whoever holds it.
+
+    A lock of the open file, which the kernel drops when the last process that has it is gone, SIGKILL included: it
+    tells an attempt that is being written from one that nobody will ever finish.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False  # an attempt is as good without; what cannot be held is never taken for abandoned
+    return True
 
 
 class Attempt(ABC):
@@ -194,12 +210,21 @@ class LocalAttempt(Attempt):
         self._stream: DiskStream | None = None
         with self._own_error():
             make_dirs(self._dirpath)
-            self._fd = os.open(self.attempt, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            self._fd = self._create()
             try:
                 self._stream = DiskStream(self._fd, self.attempt, expected_bytes)
             except BaseException:
                 self.abort()
                 raise
+
+    def _create(self) -> int:
+        """The descriptor of the empty attempt, held."""
+        while True:
+            fd = os.open(self.attempt, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            hold(fd, wait=True)
+            if os.path.exists(self.attempt):
+                return fd
+            os.close(fd)  # in the moment before it was held, another process took it for abandoned
 
     def _write_all(self, view: memoryview) -> None:
         assert self._stream is not None, "written after commit or abort"

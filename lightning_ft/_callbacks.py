@@ -9,7 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
-from lightning_ft import _loops
+from lightning_ft import _loops, _names
+from lightning_ft.storage import Storage
 
 
 def see_queued_files(trainer: pl.Trainer, wait_for: Callable[[str], None]) -> Callable[[], None]:
@@ -29,6 +30,17 @@ def see_queued_files(trainer: pl.Trainer, wait_for: Callable[[str], None]) -> Ca
             step()
 
     return remove
+
+
+def clear_directories_of_others(trainer: pl.Trainer, dirpath: str, storage_options: dict[str, Any] | None) -> None:
+    """What killed saves of a `ModelCheckpoint` beside ours left is gone. `dirpath` is ours, and cleared already.
+
+    Ranks: zero.
+    """
+    storage = Storage(storage_options)
+    given = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
+    for other in {_names.normalise(path) for path in given} - {dirpath}:
+        storage.remove_abandoned(other)
 
 
 def _file_exists(original: Callable[..., bool], wait_for: Callable[[str], None], filepath: str, *args: Any) -> bool:

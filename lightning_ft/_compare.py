@@ -73,8 +73,14 @@ def fingerprint(trainer: pl.Trainer, loaders: dict[str, Any], world_size: int) -
 
 
 def planned(trainer: pl.Trainer) -> dict[str, Any]:
-    """How long the run is meant to be: may grow, but a schedule made for another length is worth a word."""
-    return {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
+    """How long the run is meant to be, and when it validates: may change on purpose, and is worth a word then."""
+    return {
+        "max_steps": trainer.max_steps,
+        "max_epochs": trainer.max_epochs,
+        "val_check_interval": _plain(trainer.val_check_interval),
+        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        "limit_val_batches": _plain(trainer.limit_val_batches),
+    }
 
 
 def compare(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any], *, other_data: bool) -> None:
@@ -88,12 +94,12 @@ def compare(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any
 
 
 def compare_plan(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any]) -> None:
-    """Another planned length is noted in the report."""
+    """What is planned otherwise than when it was saved is noted in the report."""
     for name, now in present.items():
-        if saved.get(name) != now:
-            report.noted.append(
-                f"{name} was {saved.get(name)} and is {now}: schedules made from it have another length"
-            )
+        if name not in saved or saved[name] == now:  # the first checkpoints did not say when they validate
+            continue
+        then = "validations" if "val" in name else "schedules made from it"
+        report.noted.append(f"{name} was {saved[name]} and is {now}: {then} are not those of the run that was saved")
 
 
 def compare_checkpoint(report: RestoreReport, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
@@ -125,6 +131,10 @@ def _same(a: Any, b: Any) -> bool:
         return bool(a == b or (a != a and b != b))  # not-a-number is the same hyper-parameter twice
     except (RuntimeError, ValueError, TypeError):  # arrays and tensors have no single answer
         return repr(a) == repr(b)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, type(None))) else str(value)  # a span of time is possible
 
 
 def _finite(value: float) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 PIECE_BYTES = 8 << 20
 """Of one call that copies: what a thread that waits for its turn may have to wait for."""
@@ -33,10 +33,9 @@ def copied(tensor: Tensor) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def storage_bytes(tensor: Tensor) -> Tensor:
-    """All of the storage in which `tensor` lies, as uint8."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage())
+def storage_bytes(storage: UntypedStorage) -> Tensor:
+    """All of `storage`, as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def digest(data: Tensor) -> str:

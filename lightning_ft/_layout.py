@@ -64,9 +64,7 @@ class Extent:
     """One storage, and its place in the buffers."""
 
     tensor: int
-    """Index of a tensor that lies in it: of one that is all of it, if there is one."""
-    whole: bool
-    """Whether that tensor covers the storage from its first to its last byte, in order."""
+    """Index of the first tensor that lies in it."""
     device: torch.device
     size_bytes: int
     block: int
@@ -101,39 +99,16 @@ def lay_out(entries: Signature, largest_block_bytes: int | None = None) -> Layou
             itself. None: everything in one buffer.
     """
     index_of: dict[int, int] = {}
-    chosen: list[int] = []
-    whole: list[bool] = []
     extent_of: list[int | None] = []
-    for number, entry in enumerate(entries):
-        if not entry:
-            extent_of.append(None)
-            continue
-        index = index_of.setdefault(entry[0], len(chosen))
-        covers = _covers(entry)
-        if index == len(chosen):
-            chosen.append(number)
-            whole.append(covers)
-        elif covers and not whole[index]:
-            chosen[index], whole[index] = number, True
-        extent_of.append(index)
+    for entry in entries:
+        extent_of.append(index_of.setdefault(entry[0], len(index_of)) if entry else None)
+    chosen = list(index_of)
     places, block_bytes = _places([entries[number][1] for number in chosen], largest_block_bytes)
     extents = (
-        Extent(number, covers, entries[number][2], entries[number][1], block, offset)
-        for number, covers, (block, offset) in zip(chosen, whole, places, strict=True)
+        Extent(number, entries[number][2], entries[number][1], block, offset)
+        for number, (block, offset) in zip(chosen, places, strict=True)
     )
     return Layout(tuple(extents), tuple(extent_of), block_bytes)
-
-
-def _covers(entry: tuple[Any, ...]) -> bool:
-    _, size_bytes, _, dtype, shape, stride, offset = entry[:7]
-    if offset or shape.numel() * dtype.itemsize != size_bytes:
-        return False
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _places(sizes: Sequence[int], largest_block_bytes: int | None) -> tuple[list[tuple[int, int]], tuple[int, ...]]:

@@ -187,10 +187,22 @@ def planned_steps(trainer: pl.Trainer) -> int | None:
     """How many steps, as `progress` counts them, the run has at most; None if nobody knows."""
     limits = [trainer.max_steps] if trainer.max_steps != -1 else []
     if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
-        manual = not trainer.lightning_module.automatic_optimization
-        window = 1 if manual else trainer.accumulate_grad_batches
-        limits.append(int(trainer.max_epochs or 0) * math.ceil(trainer.num_training_batches / window))
+        limits.append(int(trainer.max_epochs or 0) * steps_per_epoch(trainer))
     return min(limits, default=None)
+
+
+def planned_epochs(trainer: pl.Trainer) -> int | None:
+    """How many whole epochs the run has at most; None if nobody knows."""
+    limits = [trainer.max_epochs] if trainer.max_epochs not in (None, -1) else []
+    if trainer.max_steps != -1 and trainer.num_training_batches != float("inf"):
+        limits.append(trainer.max_steps // max(1, steps_per_epoch(trainer)))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def steps_per_epoch(trainer: pl.Trainer) -> int:
+    """How many steps, as `progress` counts them, an epoch of known length has."""
+    manual = not trainer.lightning_module.automatic_optimization
+    return math.ceil(trainer.num_training_batches / (1 if manual else trainer.accumulate_grad_batches))
 
 
 def accumulating(trainer: pl.Trainer) -> bool:

@@ -6,7 +6,7 @@ Lightning saves neither, so the epoch mean of a resumed epoch covers only its re
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ft import _loops
+from lightning_ft._module_tree import ModuleTree
 
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
@@ -25,8 +26,13 @@ _META = (
 _REDUCTIONS = ("mean", "max", "min", "sum")  # all that Lightning accepts in `self.log(reduce_fx=...)`
 
 
-def capture(trainer: pl.Trainer) -> dict[str, Any]:
-    """Everything logged and accumulated so far on this rank, as plain data on the CPU."""
+def capture(trainer: pl.Trainer, tree: ModuleTree) -> dict[str, Any]:
+    """Everything logged and accumulated so far on this rank, as plain data on the CPU.
+
+    Args:
+        trainer: The trainer.
+        tree: Of its module.
+    """
     connector = trainer._logger_connector
     return {
         "results": {
@@ -38,7 +44,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
         "logged_metrics": _to_cpu(connector._logged_metrics),
         "progress_bar_metrics": _to_cpu(connector._progress_bar_metrics),
         "current_fx": connector._current_fx,
-        "torchmetrics": {name: _capture_metric(m) for name, m in _metrics(trainer)},
+        "torchmetrics": {name: _capture_metric(m) for name, m in _metrics(trainer, tree.modules)},
     }
 
 
@@ -113,9 +119,9 @@ def _restore_result(trainer: pl.Trainer, entry: dict[str, Any]) -> _ResultMetric
     return result
 
 
-def _metrics(trainer: pl.Trainer) -> Iterator[tuple[str, Metric]]:
+def _metrics(trainer: pl.Trainer, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Metric]]:
     """Every torchmetrics object of the module and the callbacks, under a name that a restart finds again."""
-    for name, module in trainer.lightning_module.named_modules():
+    for name, module in modules:
         if isinstance(module, Metric):
             yield name, module
     for callback in _loops.callbacks(trainer):
@@ -140,7 +146,7 @@ def _attributes(metric: Metric) -> list[tuple[str, Any]]:
 
 
 def _restore_torchmetrics(trainer: pl.Trainer, saved: dict[str, dict[str, Any]]) -> list[str]:
-    present = dict(_metrics(trainer))
+    present = dict(_metrics(trainer, trainer.lightning_module.named_modules()))
     for name in saved.keys() & present.keys():
         metric, entry = present[name], saved[name]
         for state, value in entry["states"].items():

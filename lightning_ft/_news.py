@@ -73,6 +73,10 @@ class News:
         for _, tell in self._loggers:
             tell(callback)
 
+    def mark_restart(self) -> None:
+        """Every logger has ``ft/resumed_at_step``: what it was told before of later steps is trained again."""
+        self.log_metrics({"resumed_at_step": _loops.logged_step(self._trainer)})
+
     def log_metrics(self, metrics: Mapping[str, float | int]) -> None:
         """Every logger has the figures of a save that is durable, as ``ft/...`` at the step of now."""
         values = {f"ft/{name}": value for name, value in metrics.items()}

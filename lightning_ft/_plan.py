@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
+from lightning_ft._alike import Alike
 from lightning_ft._buffers import PINNED_BLOCK_BYTES, Buffers
-from lightning_ft._layout import Signature, lay_out
+from lightning_ft._layout import Extent, Signature, lay_out
+from lightning_ft._module_tree import ModuleTree
+from lightning_ft._serialise import Reductions
+from lightning_ft._template import Template
 
-# Smaller storages are copied at once: step counters and scalars, which cost less to copy than to watch.
-_LATE_BYTES = 4 << 10
 # Storages of less are copied together by one call of torch, larger ones piece by piece.
 _GROUPED_BYTES = 1 << 20
 
@@ -30,23 +33,20 @@ class Late:
     """Steps taken when the copy was asked for."""
 
     @classmethod
-    def of(cls, module: nn.Module, optimizers: Iterable[Optimizer], optimizer_steps: int) -> Late:
+    def of(cls, tree: ModuleTree, optimizers: Iterable[Optimizer], optimizer_steps: int) -> Late:
         """What an optimizer step changes, and nothing else does.
 
         A parameter that no optimizer has (a frozen one, a momentum encoder) is not among them: whatever changes it
         does so in the forward pass.
         """
         trained = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
-        # With `max_norm`, torch renormalises the rows that a forward pass looks up, in place.
-        lookups = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-        changing = [m.weight for m in lookups if m.max_norm is not None]
-        return cls(_addresses(trained), _addresses([*module.buffers(), *changing]), optimizer_steps)
+        return cls(_addresses(trained), _addresses(tree.changed_in_forward()), optimizer_steps)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
     # Subclasses and sparse tensors may have no storage of their own; they are never late.
-    own = (t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided)
-    return frozenset(t.untyped_storage().data_ptr() for t in own)
+    own = [t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+    return frozenset(map(UntypedStorage.data_ptr, map(Tensor.untyped_storage, own)))
 
 
 @dataclass
@@ -56,11 +56,29 @@ class Work:
     grouped: list[int] = field(default_factory=list)
     raw: list[int] = field(default_factory=list)
     device: dict[torch.device, list[int]] = field(default_factory=dict)
+    _addresses: list[int] = field(default_factory=list)
+    _sources: list[Tensor] = field(default_factory=list)
 
     @property
     def extents(self) -> list[int]:
         """All of them."""
         return [*self.grouped, *self.raw, *(index for indices in self.device.values() for index in indices)]
+
+    def sources(self, extents: Sequence[Extent], addresses: Sequence[int]) -> list[Tensor]:
+        """The bytes at the addresses of those that are copied in groups; kept, and theirs is none of the memory.
+
+        Only to be used as long as somebody else holds it.
+        """
+        wanted = [addresses[extents[index].tensor] for index in self.grouped]
+        if wanted != self._addresses:
+            sizes = (extents[index].size_bytes for index in self.grouped)
+            self._sources = [_bytes_at(address, size) for address, size in zip(wanted, sizes, strict=True)]
+            self._addresses = wanted
+        return self._sources
+
+
+def _bytes_at(address: int, size_bytes: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
 
 class Plan:
@@ -85,10 +103,17 @@ class Plan:
         # Tensors hold on to the memory they lie in: with the old ones there, growing would need both at once.
         self.places = self.targets = []
         self.entries = entries
+        self.alike: Alike | None = None
+        """Tells whether tensors have the signature; None until somebody has made it."""
+        self.templates: dict[str, Template | None] = {}
+        """Copies of parts of a checkpoint, with `targets` in them."""
         self.layout = lay_out(entries, PINNED_BLOCK_BYTES if self.buffers.pinned else None)
         self.places = self.buffers.tensors(self.layout)
         self.targets = [self._target(number) for number in range(len(entries))]
-        self._large = [i for i, extent in enumerate(self.layout.extents) if extent.size_bytes >= _LATE_BYTES]
+        self.reductions: Reductions = dict.fromkeys(map(id, self.targets))
+        self.unplaced = [number for number, extent in enumerate(self.layout.extent_of) if extent is None]
+        """Tensors without a storage of their own: their targets are empty."""
+        self._filled = [(index, extent.tensor) for index, extent in enumerate(self.layout.extents) if extent.size_bytes]
         self._late: list[int] | None = None
         self._split = Work(), Work()
 
@@ -102,12 +127,12 @@ class Plan:
         """
         found = []
         if late is not None:
-            extents = self.layout.extents
-            for index in self._large:
-                number = extents[index].tensor
-                address = addresses[number]
-                if (address in late.addresses or number in of_optimizers) and address not in late.never:
-                    found.append(index)
+            found = [
+                index
+                for index, number in self._filled
+                if (number in of_optimizers or addresses[number] in late.addresses)
+                and addresses[number] not in late.never
+            ]
         if found != self._late:
             self._split, self._late = self._sorted(frozenset(found)), found
         return self._split
@@ -129,7 +154,7 @@ class Plan:
             work = late if index in late_extents else now
             if extent.device.type != "cpu":
                 work.device.setdefault(extent.device, []).append(index)
-            elif extent.whole and extent.size_bytes < _GROUPED_BYTES:
+            elif extent.size_bytes < _GROUPED_BYTES:
                 work.grouped.append(index)
             else:
                 work.raw.append(index)

@@ -21,6 +21,7 @@ from lightning_ft import _callbacks, _compare, _loops, _metrics, _rng, events, s
 from lightning_ft._compare import RestoreReport
 from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._module_tree import ModuleTree
 from lightning_ft.errors import RestoreError, TopologyError
 from lightning_ft.plugin import KEY
 
@@ -30,7 +31,14 @@ _FORMAT = 1
 
 
 def build_state(
-    trainer: pl.Trainer, ranks: Ranks, loaders: TrackedLoaders, *, boundary: str, stopping: bool, seed: str | None
+    trainer: pl.Trainer,
+    tree: ModuleTree,
+    ranks: Ranks,
+    loaders: TrackedLoaders,
+    *,
+    boundary: str,
+    stopping: bool,
+    seed: str | None,
 ) -> dict[str, Any]:
     """What a restart needs beyond Lightning's own dictionary. Complete on rank 0, which writes it.
 
@@ -38,6 +46,7 @@ def build_state(
 
     Args:
         trainer: The trainer.
+        tree: Of its module.
         ranks: The ranks of the run.
         loaders: Its train dataloaders.
         boundary: ``"step"`` or ``"epoch"`` at our own boundaries, ``"none"`` for saves of other callbacks.
@@ -51,7 +60,7 @@ def build_state(
         {
             "rng": _rng.capture(),
             "loaders": loaders.state(epoch_over=epoch_over, noted=boundary != "none"),
-            "metrics": _metrics.capture(trainer),
+            "metrics": _metrics.capture(trainer, tree),
             "gradients": state.held_gradients(trainer.lightning_module),
         }
     )
@@ -64,8 +73,8 @@ def build_state(
         "within_epoch": not epoch_over,
         "world_size": ranks.world_size,
         "ranks": per_rank,
-        "requires_grad": state.requires_grad_map(trainer.lightning_module),
-        "optimizers": state.optimizer_layout(trainer.optimizers, trainer.lightning_module),
+        "requires_grad": tree.requires_grad(),
+        "optimizers": tree.layout(trainer.optimizers),
         "fingerprint": _compare.fingerprint(trainer, loaders.describe(), ranks.world_size),
         "planned": _compare.planned(trainer),
         "seed": seed,
@@ -161,6 +170,11 @@ class Restore:
             checkpoint["optimizer_states"], self._saved["optimizers"], present
         )
         self.report.noted.extend(changed)
+        then, now = self._saved["fingerprint"]["optimizers"], [type(o).__name__ for o in optimizers]
+        if self._strict and then != now:
+            # Now, and not with all other differences: most optimizers fail on a state that is not theirs.
+            self.report.changed.append(f"optimizers: {then} when saved, {now} now")
+            self.report.raise_if_different()
         type(self._trainer.strategy).load_optimizer_state_dict(
             self._trainer.strategy, {**checkpoint, "optimizer_states": states}
         )

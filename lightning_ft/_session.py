@@ -22,6 +22,7 @@ from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
 from lightning_ft._dist import Ranks
 from lightning_ft._failure import GIVE_UP_AFTER
 from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._module_tree import ModuleTree
 from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._plan import Late
@@ -83,6 +84,7 @@ class Session:
         continues: str,
     ) -> None:
         self._trainer = trainer
+        self._tree = ModuleTree(trainer.lightning_module)
         self._dirpath = dirpath
         self._settings = settings
         self._plugin = plugin
@@ -208,6 +210,7 @@ class Session:
         """The first batch is about to be asked for."""
         if self._restore is not None:
             self._restore.epoch_runs()
+            self.news.mark_restart()
             self._restore.close()
             self._restore = None
         self._loaders.note()
@@ -242,14 +245,13 @@ class Session:
             _surprises.check_hyper_parameters(self._trainer)
         if not self._ranks.is_zero:
             return
+        options = self._plugin.storage_options if self._plugin is not None else None
+        _callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
         if self._start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
-        _surprises.warn_of_iterator(self._trainer)
         local = self._settings.local
-        if local is None or local.trigger == Trigger():
-            _surprises.warn_of_rare_saves(
-                self._trainer, self._settings.trigger, save_on_train_end=self._settings.save_on_train_end
-            )
+        often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
+        _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
 
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""
@@ -313,8 +315,9 @@ class Session:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
         reason, boundary = self._saving or ("user", "none")
         saved = build_state(
-            self._trainer, self._ranks, self._loaders, boundary=boundary, stopping=self._stopping, seed=self._seed
-        )
+            self._trainer, self._tree, self._ranks, self._loaders,
+            boundary=boundary, stopping=self._stopping, seed=self._seed,
+        )  # fmt: skip
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
         if boundary == "epoch":
@@ -401,7 +404,7 @@ class Session:
         # Rank 0 takes the copy. The others, and a plugin that copies at once, need not look through the parameters.
         if self._plugin is None or not self._ranks.is_zero or not self._plugin.overlaps:
             return None
-        return Late.of(self._trainer.lightning_module, self._trainer.optimizers, self._trainer.global_step)
+        return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)
 
     def _report_failure(self, after: str) -> None:
         """Rank 0's failed save is known on all ranks: raised, or logged and lived with."""

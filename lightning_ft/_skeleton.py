@@ -10,12 +10,14 @@ import contextlib
 import copy
 import pickle
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ft._weights_only import PLAIN_INT_BITS, PLAIN_LEAVES
+from lightning_ft._template import Template, UnfitError
+from lightning_ft._weights_only import PLAIN_INT_BITS, PLAIN_LEAVES, is_plain
 
 _UNCHANGING = PLAIN_LEAVES | {bytes}
 _LARGEST_INT = 1 << PLAIN_INT_BITS
@@ -26,13 +28,14 @@ class Skeleton:
 
     Shared objects stay shared. Values of other kinds than dictionaries, lists, tuples and plain values are deep-copied.
 
-    Thread: main. Blocks on: nothing; copies no tensor.
+    Thread: any that alone uses `checkpoint` and `templates`. Blocks on: nothing; copies no tensor.
 
     Args:
         checkpoint: What Lightning made for a save.
+        templates: Of earlier copies, by the part of the checkpoint. Where one fits, its copy is used again.
     """
 
-    def __init__(self, checkpoint: dict[str, Any]) -> None:
+    def __init__(self, checkpoint: dict[str, Any], templates: Mapping[str, Template | None] | None = None) -> None:
         self.tensors: list[Tensor] = []
         """Every tensor, each object once, in the order of the walk; the walk of equal structures is equal."""
         self.of_optimizers = range(0)
@@ -45,9 +48,19 @@ class Skeleton:
         self._memo: dict[int, Any] = {}
         self._root: dict[str, Any] = {}
         self._memo[id(checkpoint)] = self._root
+        self._walked: list[tuple[str, Any]] = []
+        self._refilled_ids: list[set[int]] = []
+        self._unindexed: list[tuple[int, list[Tensor]]] = []
         for key, value in checkpoint.items():
             first = len(self.tensors)
-            self._root[key] = self._copied(value, self._root, key)
+            template = templates.get(key) if templates else None
+            if template is not None and self._refilled(template, value):
+                self._root[key] = template.copy
+            else:
+                if not is_plain(value):
+                    self._index_refilled()
+                    self._walked.append((key, value))
+                self._root[key] = self._copied(value, self._root, key)
             if key == "optimizer_states":
                 self.of_optimizers = range(first, len(self.tensors))
             self.odd = self.odd or type(key) is not str
@@ -56,13 +69,50 @@ class Skeleton:
         """The whole copy, with `targets` in the places of `tensors`. To be called once."""
         for container, key, index in self._slots:
             container[key] = targets[index]
-        # deepcopy looks an object up in the memo before it copies it, so these are taken as they are, wherever they
-        # hide in objects that were not walked.
-        memo = self._memo
-        memo.update((id(tensor), target) for tensor, target in zip(self.tensors, targets, strict=True))
-        for container, key, value in self._objects:
-            container[key] = copy.deepcopy(value, memo)
+        if self._objects:
+            # deepcopy looks an object up in the memo before it copies it, so these are taken as they are, wherever they
+            # hide in objects that were not walked.
+            memo = self._memo
+            memo.update((id(tensor), target) for tensor, target in zip(self.tensors, targets, strict=True))
+            for container, key, value in self._objects:
+                container[key] = copy.deepcopy(value, memo)
         return self._root
+
+    def templates(self) -> dict[str, Template | None]:
+        """Of the parts that were walked, for later copies in the same place; None of those that cannot be kept.
+
+        To be made when the copy is filled.
+        """
+        made: dict[str, Template | None] = {}
+        for key, value in self._walked:
+            try:
+                made[key] = Template(value, self._root[key])
+            except UnfitError:
+                made[key] = None
+        return made
+
+    def _refilled(self, template: Template, value: Any) -> bool:
+        """Whether the copy of `template` can be used; sharing nothing with what was copied before."""
+        refilled = template.refill(value)
+        if refilled is None:
+            return False
+        tensors, copies = refilled
+        ids = set(map(id, tensors))
+        if len(ids) < len(tensors) or not self._indices.keys().isdisjoint(ids):
+            return False
+        if not (copies.keys().isdisjoint(self._memo) and all(map(ids.isdisjoint, self._refilled_ids))):
+            return False
+        self._refilled_ids.append(ids)
+        self._unindexed.append((len(self.tensors), tensors))
+        self.tensors += tensors
+        self._memo.update(copies)
+        return True
+
+    def _index_refilled(self) -> None:
+        """A walk would find what it shares with the parts before it."""
+        for first, tensors in self._unindexed:
+            self._indices.update(zip(map(id, tensors), range(first, first + len(tensors)), strict=True))
+        self._unindexed.clear()
 
     # The walk runs in the main thread at every save: types are compared by identity, most frequent first.
 

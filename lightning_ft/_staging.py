@@ -5,8 +5,8 @@ One save with ``staging="overlap"``, who does what, and what is true after it::
     step                        thread    afterwards
     --------------------------  --------  ----------------------------------------------------------------
     stage(): structure          main      plain values, lists and objects are copied, tensors have a place
+    stage(): at-once copies     main      module buffers and unusual tensors are copied
     stage(): late copies begin  main      (they run on in another thread, on a device on a stream)
-    stage(): at-once copies     main      module buffers, small and unusual tensors are copied
     late copies                 stager    parameters and optimizer state are copied
     finish()                    main      nothing will be read any more: the optimizer may step
     wait()                      writer    every byte is in host memory, and none was changed on the way
@@ -30,9 +30,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from lightning_ft._buffers import Buffers
 from lightning_ft._copies import (
     PIECE_BYTES,
     Piece,
@@ -46,8 +45,8 @@ from lightning_ft._copies import (
     storage_bytes,
 )
 from lightning_ft._lanes import Lanes
-from lightning_ft._layout import Signature, signature
 from lightning_ft._plan import Late, Plan, Work
+from lightning_ft._plans import Plans
 from lightning_ft._skeleton import Skeleton, name_of
 
 _log = logging.getLogger(__name__)
@@ -75,13 +74,24 @@ class Staged:
         skeleton: The rest of it.
         addresses: Of the storage of each of its tensors.
         late: Whether some of its tensors are copied after `Stager.stage` has returned.
+        began: When it was asked for, in seconds of the monotonic clock.
     """
 
-    def __init__(self, stager: Stager, plan: Plan, skeleton: Skeleton, addresses: list[int], late: Late | None) -> None:
+    def __init__(
+        self,
+        stager: Stager,
+        plan: Plan,
+        skeleton: Skeleton,
+        addresses: list[int],
+        late: Late | None,
+        began: float,
+    ) -> None:
         self.odd = skeleton.odd
         """Whether something is in it that ``weights_only=True`` may refuse."""
         self.size_bytes = plan.layout.size_bytes
         """Bytes of all storages; the file is a little larger."""
+        self.reductions = plan.reductions
+        """What its tensors are to a pickle, from save to save."""
         self.blocked_secs = 0.0
         """How long the main thread was held up, so far; the caller may have counted more."""
         self.staging_secs = 0.0
@@ -89,10 +99,12 @@ class Staged:
         self._stager = stager
         self._plan = plan
         self._tensors = skeleton.tensors
+        self._storages: dict[int, UntypedStorage] = {}  # with `state.data = ...` training may give them up
         self._addresses = addresses
         self._steps = late.optimizer_steps if late is not None else 0
         self._checkpoint: dict[str, Any] = {}
-        self._watched: list[tuple[int, int]] = []
+        self._watched: list[int] = []
+        self._versions: list[int] = []
         self._digests: list[tuple[int, str]] = []  # until `wait`
         self._late_digests: list[tuple[int, str]] = []  # until `finish`
         self._copying: Future[None] | None = None
@@ -102,7 +114,7 @@ class Staged:
         self._settled = late is None
         self._rejected = ""
         self._withdrawn = False
-        self._began = time.monotonic()
+        self._began = began
 
     @property
     def settled(self) -> bool:
@@ -180,7 +192,7 @@ class Staged:
             if not self._settled:
                 self._judge()
             elif all(event.query() for event in self._events):
-                self._tensors = []  # only until now had they to live
+                self._let_go()
             if self._rejected:
                 raise SnapshotError(self._rejected)
             if self._withdrawn:
@@ -194,30 +206,31 @@ class Staged:
             event.synchronize()
         with self._lock:
             self._settled = True
-            self._checkpoint, self._tensors = {}, []
+            self._checkpoint = {}
+            self._let_go()
             self._watched, self._digests, self._late_digests = [], [], []
-        self._stager.take_back(self._plan)
+        self._stager.plans.take_back(self._plan)
 
     # -- taking it: see `Stager.stage` ---------------------------------------------------------------------------
 
     def _take(self, skeleton: Skeleton, late: Late | None, check: bool) -> None:
         plan = self._plan
-        targets = list(plan.targets)
-        for number, (tensor, extent) in enumerate(zip(self._tensors, plan.layout.extent_of, strict=True)):
-            if extent is None:
-                targets[number] = copied(tensor)
+        targets = plan.targets
+        if plan.unplaced:
+            targets = list(targets)
+            for number in plan.unplaced:
+                targets[number] = copied(self._tensors[number])
         self._checkpoint = skeleton.filled(targets)
         now, later = plan.split(late, skeleton.of_optimizers, self._addresses)
         watched = later.extents
-        for index in watched:
-            # An alias: with `state.data = ...` training may give up the memory that is still to be copied.
-            number = plan.layout.extents[index].tensor
-            self._tensors[number] = self._tensors[number].detach()
-        self._watched = [(index, self._source(index)._version) for index in watched]
         everything = os.environ.get(CHECK_VARIABLE) == "1"
+        held = range(len(plan.places)) if everything else [*watched, *(i for on in now.device.values() for i in on)]
+        self._storages = {index: self._source(index).untyped_storage() for index in held}
+        self._watched = watched
+        self._versions = [self._source(index)._version for index in watched]
         if everything or (check and watched):
-            checked = range(len(plan.places)) if everything else watched
-            self._digests = [(index, digest(storage_bytes(self._source(index)))) for index in checked]
+            checked = held if everything else watched
+            self._digests = [(index, digest(storage_bytes(self._storages[index]))) for index in checked]
             late_ones = set(watched)
             self._late_digests = [(index, expected) for index, expected in self._digests if index in late_ones]
         for device, indices in now.device.items():
@@ -227,11 +240,16 @@ class Staged:
         # After those: on one stream, whatever waits for a copy waits for all that were launched before it.
         for device, indices in later.device.items():
             self._barriers += [(device, event) for event in self._copy_from_device(device, indices)]
-        if later.grouped or later.raw:
-            self._copying = self._stager.lanes.submit(self._copy_late, later)
         self._copy_at_once(now)
+        if later.grouped or later.raw:
+            # Last: from here on the other thread asks for the interpreter, too.
+            self._copying = self._stager.lanes.submit(self._copy_late, later, self._grouped(later))
         if self._settled and not self._events:
-            self._tensors = []  # training may give up its memory, however long this one waits for the writer
+            self._let_go()  # training may give up its memory, however long this one waits for the writer
+
+    def _let_go(self) -> None:
+        """Nothing of the training's memory will be looked at any more."""
+        self._tensors, self._storages = [], {}
 
     def _copy_at_once(self, work: Work) -> None:
         queue = self._pieces(work)
@@ -240,7 +258,7 @@ class Staged:
         try:
             for _ in range(helpers):
                 others.append(self._stager.lanes.submit(move, queue))
-            self._copy_grouped(work.grouped)
+            copy_grouped(*self._grouped(work))
             move(queue)
         finally:
             queue.clear()  # of an interrupted copy: the others end with the piece they have
@@ -249,24 +267,22 @@ class Staged:
         for other in others:
             other.result()
 
-    def _copy_late(self, work: Work) -> None:
+    def _copy_late(self, work: Work, grouped: tuple[list[Tensor], list[Tensor]]) -> None:
         """Thread: stager."""
-        group: list[int] = []
-        group_bytes = 0
-        for index in work.grouped:
-            group.append(index)
-            group_bytes += self._plan.layout.extents[index].size_bytes
-            if group_bytes >= PIECE_BYTES:
-                self._copy_grouped(group)
-                group, group_bytes = [], 0
-        self._copy_grouped(group)
+        targets, sources = grouped
+        first, group_bytes = 0, 0
+        for end, target in enumerate(targets, 1):
+            group_bytes += target.nbytes
+            if group_bytes >= PIECE_BYTES or end == len(targets):
+                copy_grouped(targets[first:end], sources[first:end])
+                first, group_bytes = end, 0
         move(self._pieces(work))
         if not self._events:
             self.staging_secs = time.monotonic() - self._began
 
-    def _copy_grouped(self, indices: list[int]) -> None:
-        numbers = [self._plan.layout.extents[index].tensor for index in indices]
-        copy_grouped([self._plan.targets[n] for n in numbers], [self._tensors[n] for n in numbers])
+    def _grouped(self, work: Work) -> tuple[list[Tensor], list[Tensor]]:
+        places = [self._plan.places[index] for index in work.grouped]
+        return places, work.sources(self._plan.layout.extents, self._addresses)
 
     def _pieces(self, work: Work) -> deque[Piece]:
         extents, places = self._plan.layout.extents, self._plan.places
@@ -279,7 +295,7 @@ class Staged:
         )
 
     def _copy_from_device(self, device: torch.device, indices: list[int]) -> list[Any]:
-        sources = [storage_bytes(self._source(index)) for index in indices]
+        sources = [storage_bytes(self._storages[index]) for index in indices]
         places = [self._plan.places[index] for index in indices]
         if is_streamed(device):
             event = launch(self._stager.lanes.stream(device), device, places, sources)
@@ -300,10 +316,10 @@ class Staged:
             self._judge_sources()
             self._settled = True
             if not self._events:
-                self._tensors = []
+                self._let_go()
 
     def _judge(self) -> None:
-        for index, version in self._watched:
+        for index, version in zip(self._watched, self._versions, strict=True):
             if self._source(index)._version != version:
                 self._reject(f"{self._name(index)} was changed")
                 return
@@ -312,7 +328,7 @@ class Staged:
         # The copies may have been quicker than the change, and are good then, which `wait` finds out. The next ones
         # may be slower.
         for index, expected in self._late_digests:
-            if not self._rejected and digest(storage_bytes(self._source(index))) != expected:
+            if not self._rejected and digest(storage_bytes(self._storages[index])) != expected:
                 self._stager.give_up_overlap(f"{self._name(index)} {_THROUGH_DATA} {_TOO_EARLY}")
         self._late_digests = []
 
@@ -339,12 +355,10 @@ class Stager:
         """Whether late copies are made: not any more once one of them went wrong."""
         self.to_be_repeated = False
         """Whether a save is due because the snapshot of the last one could not be used."""
-        self.plans = 0
-        """How many snapshots had to be in memory at once, so far."""
-        self._free: list[Plan] = []
         self._pending: Staged | None = None
         self._checked = False
         self.lanes = Lanes()
+        self.plans = Plans()
 
     def stage(self, checkpoint: dict[str, Any], late: Late | None = None) -> Staged:
         """A snapshot of `checkpoint`: what training does from now on does not show in it, if `finish` comes in time.
@@ -358,17 +372,18 @@ class Stager:
             checkpoint: What Lightning made for a save.
             late: What may be copied after this has returned, until `finish`; None: nothing.
         """
+        began = time.monotonic()
         self.finish()
         late = late if self.overlaps else None
-        skeleton = Skeleton(checkpoint)
-        entries, addresses = signature(skeleton.tensors)
-        staged = Staged(self, self._plan_for(entries), skeleton, addresses, late)
+        plan, skeleton, addresses = self.plans.prepare(checkpoint)
+        staged = Staged(self, plan, skeleton, addresses, late, began)
         try:
             staged._take(skeleton, late, check=not self._checked)
         except BaseException:
             staged.release()
             raise
         self._checked = self._checked or bool(staged._watched)
+        plan.templates.update(skeleton.templates())
         self._pending = staged
         staged.blocked_secs = time.monotonic() - staged._began
         if late is None and not staged._events:
@@ -397,7 +412,7 @@ class Stager:
         """No thread is left and no memory is held."""
         self.finish()
         self.lanes.close()
-        self._free.clear()
+        self.plans.clear()
 
     def give_up_overlap(self, reason: str) -> None:
         """From now on everything is copied at once. Thread: any."""
@@ -409,21 +424,3 @@ class Stager:
         """The last snapshot is not used, and another one, copied at once, is to be taken. Thread: any."""
         self.to_be_repeated = True
         self.give_up_overlap(f"{reason}; the save is repeated")
-
-    def take_back(self, plan: Plan) -> None:
-        """`plan` is free for the next snapshot. Thread: any."""
-        self._free.append(plan)
-
-    def _plan_for(self, entries: Signature) -> Plan:
-        pinned = any(is_streamed(device) for device in {entry[2] for entry in entries if entry})
-        free = [plan for plan in self._free if plan.buffers.pinned == pinned]
-        same = [plan for plan in free if plan.entries == entries]
-        if not free:
-            self._free.clear()  # of another kind, if any
-            self.plans += 1
-            return Plan(entries, Buffers(pinned))
-        plan = (same or free)[0]
-        self._free.remove(plan)
-        if not same:
-            plan.arrange(entries)
-        return plan

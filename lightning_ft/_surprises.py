@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ft import _loops
 from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError
+from lightning_ft.state import Progress
 from lightning_ft.triggers import Trigger
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,13 @@ def warn_of_other_run(dirpath: str) -> None:
     )
 
 
+def say(trainer: pl.Trainer, dirpath: str, trigger: Trigger, save_on_train_end: bool) -> None:
+    """The user knows when the first save is due, and what of this run may not be as expected. Ranks: zero."""
+    announce_first_save(dirpath, trigger, _loops.progress(trainer))
+    warn_of_iterator(trainer)
+    warn_of_rare_saves(trainer, trigger, save_on_train_end=save_on_train_end)
+
+
 def warn_of_iterator(trainer: pl.Trainer) -> None:
     """The user knows what a `training_step` has to do that takes batches by itself, if there is one. Ranks: zero."""
     if _loops.takes_iterator(trainer):
@@ -50,12 +59,32 @@ def warn_of_iterator(trainer: pl.Trainer) -> None:
 
 def warn_of_rare_saves(trainer: pl.Trainer, trigger: Trigger, *, save_on_train_end: bool) -> None:
     """The user knows if `trigger` will not be due in the whole run. Ranks: zero."""
-    every = trigger.every_n_train_steps
-    if every is None or trigger != Trigger(every_n_train_steps=every):
-        return
-    total = _loops.planned_steps(trainer)
-    if total is not None and every > total:
+    if trigger.train_time_interval is not None:
+        return  # how long the run takes, nobody knows
+    rules = [
+        (f"{name}={every}", every, planned, unit)
+        for name, every, planned, unit in (
+            ("every_n_train_steps", trigger.every_n_train_steps, _loops.planned_steps(trainer), "steps"),
+            ("every_n_epochs", trigger.every_n_epochs, _loops.planned_epochs(trainer), "epochs"),
+        )
+        if every is not None
+    ]
+    if all(planned is not None and every > planned for _, every, planned, _ in rules):
         _log.warning(
-            "every_n_train_steps=%d, but the run has %d steps: it is saved %s, and a crash before loses all of it",
-            every, total, "only when training ends" if save_on_train_end else "never",
-        )  # fmt: skip
+            "%s, but the run has %s: it is saved %s, and a crash before loses all of it",
+            " and ".join(rule for rule, *_ in rules),
+            " and ".join(f"{planned} {unit}" for *_, planned, unit in rules),
+            "only when training ends" if save_on_train_end else "never",
+        )
+
+
+def announce_first_save(dirpath: str, trigger: Trigger, progress: Progress) -> None:
+    """The user sees where checkpoints will be and when to look for the first of this start. Ranks: zero."""
+    due = []
+    if (steps := trigger.every_n_train_steps) is not None:
+        due.append(f"after step {(progress.step // steps + 1) * steps}")
+    if (epochs := trigger.every_n_epochs) is not None:
+        due.append(f"after {(progress.epochs // epochs + 1) * epochs} epochs")
+    if trigger.train_time_interval is not None:
+        due.append(f"{trigger.train_time_interval} from now")
+    rank_zero_info(f"checkpoints are saved to {dirpath}: the first one {' or '.join(due)}")

@@ -16,6 +16,16 @@ PLAIN_LEAVES = frozenset({str, int, float, complex, bool, type(None), torch.Size
 PLAIN_INT_BITS = 2000
 """Longer integers have an encoding of their own, which that unpickler does not know."""
 
+_LARGEST_INT = 1 << PLAIN_INT_BITS
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` is one that never changes and that the unpickler accepts: a leaf, or a tuple of such."""
+    kind = type(value)
+    if kind is int:
+        return -_LARGEST_INT < value < _LARGEST_INT  # type: ignore[no-any-return]
+    return kind in PLAIN_LEAVES or (kind is tuple and all(map(is_plain, value)))
+
 
 def not_weights_only(value: Any, path: str = "checkpoint") -> list[str]:
     """Key paths in `value` that ``torch.load(weights_only=True)`` would refuse, with their types.

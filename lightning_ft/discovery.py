@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -41,7 +42,9 @@ class Selection:
     """Whether there is no checkpoint of any run of ours at all, good or bad."""
 
 
-def list_checkpoints(dirpath: str, storage_options: Mapping[str, Any] | None = None) -> list[CheckpointInfo]:
+def list_checkpoints(
+    dirpath: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> list[CheckpointInfo]:
     """Every `*.ckpt` in `dirpath`, newest first as the manifests say, those with a problem last.
 
     Only manifests are read. Modification times are never looked at, names only to order equal manifests.
@@ -66,7 +69,9 @@ def _newness(info: CheckpointInfo) -> tuple[tuple[int, int, int], int, str]:
     return (info.order, -1 if parsed is None else parsed[1], info.name)
 
 
-def verify(path: str, depth: Depth = "full", storage_options: Mapping[str, Any] | None = None) -> CheckpointInfo:
+def verify(
+    path: str | os.PathLike[str], depth: Depth = "full", storage_options: Mapping[str, Any] | None = None
+) -> CheckpointInfo:
     """What `path` is; its `problem` is None exactly if it is good to this depth.
 
     Args:
@@ -133,7 +138,9 @@ def _problem(error: CheckpointError | OSError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def select(dirpath: str, depth: Depth = "full", storage_options: Mapping[str, Any] | None = None) -> Selection:
+def select(
+    dirpath: str | os.PathLike[str], depth: Depth = "full", storage_options: Mapping[str, Any] | None = None
+) -> Selection:
     """The newest checkpoint of the newest run that is good to this depth, and what was passed over for it.
 
     The newest run is the one of the newest manifest that can be read: an older run is never continued in
@@ -155,7 +162,7 @@ def select(dirpath: str, depth: Depth = "full", storage_options: Mapping[str, An
     return selection
 
 
-def _select(dirpath: str, depth: Depth, storage_options: Mapping[str, Any] | None) -> Selection:
+def _select(dirpath: str | os.PathLike[str], depth: Depth, storage_options: Mapping[str, Any] | None) -> Selection:
     infos = list_checkpoints(dirpath, storage_options)
     readable = [info for info in infos if _run_of(info) is not None]
     # By its name, for want of anything else: of a truncated file nothing tells what it was.
@@ -193,7 +200,7 @@ def _run_of(info: CheckpointInfo) -> str | None:
 
 
 def last_good(
-    dirpath: str, depth: Depth = "full", storage_options: Mapping[str, Any] | None = None
+    dirpath: str | os.PathLike[str], depth: Depth = "full", storage_options: Mapping[str, Any] | None = None
 ) -> CheckpointInfo | None:
     """The checkpoint to continue from, None if the directory holds none of this package.
 

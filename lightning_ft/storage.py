@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
-from lightning_ft._attempt import CHUNK_BYTES, Attempt, LocalAttempt, ObjectAttempt, make_dirs, sync_dir
+from lightning_ft._attempt import CHUNK_BYTES, Attempt, LocalAttempt, ObjectAttempt, hold, make_dirs, sync_dir
 from lightning_ft._names import deleted_name, is_local, join, normalise, parse_leftover, probe_name, split
 from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError
@@ -143,6 +143,34 @@ class Storage:
                     self._fs(path).rm(path, recursive=True)
                 emit(LeftoverRemoved(path))
         return paths
+
+    def remove_abandoned(self, dirpath: str) -> list[str]:
+        """Attempts in `dirpath` that no living process writes are gone; returns their paths.
+
+        For directories that others may be writing to: what is being written, on this machine or on one that shares its
+        locks, stays. Ranks: zero. Thread: main.
+        """
+        dirpath = normalise(dirpath)
+        if not is_local(dirpath):
+            return []
+        removed = []
+        for name in self.listdir(dirpath):
+            leftover = parse_leftover(name)
+            if leftover is None or leftover.kind != "attempt":
+                continue
+            path = join(dirpath, name)
+            # Committed or cleared away by another process since it was listed.
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDWR)  # a lock by way of NFS needs write access
+                try:
+                    if not hold(fd):
+                        continue
+                    os.unlink(path)
+                finally:
+                    os.close(fd)
+                emit(LeftoverRemoved(path))
+                removed.append(path)
+        return removed
 
     def read_manifest(self, path: str) -> tuple[Manifest | None, int]:
         """The manifest of `path`, None if it is somebody else's archive, and its size; reads only the tail.

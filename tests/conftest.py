@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -20,7 +21,8 @@ from lightning_ft import events, testing
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "needs(what, ...): skipped where the machine lacks root, mount, Python.h or a tool; with CI=true that fails",
+        "needs(what, ...): skipped where the machine lacks root, mount, loop (devices), fuse, Python.h or a tool; with "
+        "CI=true that fails",
     )
 
 
@@ -46,6 +48,12 @@ def _has(what: str) -> bool:
         return os.geteuid() == 0
     if what == "mount":
         return _can_mount()
+    if what == "loop":
+        return _can_mount() and subprocess.run(["losetup", "-f"], capture_output=True, check=False).returncode == 0
+    if what == "fuse":
+        return os.path.exists("/dev/fuse") and _can_mount()
+    if what == "mfusepy":
+        return importlib.util.find_spec(what) is not None
     if what == "Python.h":
         return os.path.exists(os.path.join(sysconfig.get_path("include"), what))
     return shutil.which(what) is not None

@@ -7,6 +7,7 @@ not on disk.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_ft as ft
 from lightning_ft import events
+from tests.benchmarks.limits import write_raw
 from tests.benchmarks.pace import Pace, Save
 
 Arguments = dict[str, Any]
@@ -95,6 +97,50 @@ class _DistributedCheckpoint(Callback):
         self._pace.durable()
 
 
+def _floor(pace: Pace, dirpath: str) -> Arguments:
+    return {"callbacks": [_Floor(pace, dirpath)], "enable_checkpointing": False}
+
+
+class _Floor(Callback):
+    """No checkpoint, but what none can be without: Lightning's dictionary is made, and as many bytes are written.
+
+    By a thread, past the page cache where the file system can, from memory that was filled before: nothing is copied,
+    pickled or hashed.
+    """
+
+    def __init__(self, pace: Pace, dirpath: str) -> None:
+        self._pace = pace
+        self._dirpath = dirpath
+        self._bytes: mmap.mmap | None = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if not self._pace.due:
+            return
+        path = str(Path(self._dirpath, f"step={trainer.global_step}"))
+        with self._pace.saving(path):
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            if self._bytes is None:
+                self._bytes = self._filled(checkpoint)
+            self._pace.aside(partial(self._write, path, memoryview(self._bytes)))
+
+    def _write(self, path: str, data: memoryview) -> None:
+        try:
+            write_raw(path, data, os.O_DIRECT)
+        except OSError:  # not on this file system
+            write_raw(path, data, 0)
+        sync_name(path)
+        self._pace.durable()
+
+    @staticmethod
+    def _filled(checkpoint: dict[str, Any]) -> mmap.mmap:
+        states = [state for optimizer in checkpoint["optimizer_states"] for state in optimizer["state"].values()]
+        tensors = [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
+        size_bytes = sum(tensor.nbytes for tensor in tensors) // mmap.PAGESIZE * mmap.PAGESIZE
+        memory = mmap.mmap(-1, size_bytes)
+        memory.write(os.urandom(min(size_bytes, 1 << 20)) * (size_bytes >> 20))
+        return memory
+
+
 def _ours(staging: Literal["overlap", "blocking"], pace: Pace, dirpath: str) -> Arguments:
     pace.removes = False
 
@@ -130,6 +176,7 @@ def _sync(path: str) -> None:
 
 CONTENDERS: dict[str, Callable[[Pace, str], Arguments]] = {
     "none": _nothing,
+    "floor": _floor,
     "lightning": _lightning,
     "lightning_async": _lightning_async,
     "dcp_async": _dcp,
@@ -139,6 +186,7 @@ CONTENDERS: dict[str, Callable[[Pace, str], Arguments]] = {
 
 TITLES = {
     "none": "no checkpoint",
+    "floor": "the least: dictionary, raw write",
     "lightning": "ModelCheckpoint",
     "lightning_async": "ModelCheckpoint, AsyncCheckpointIO",
     "dcp_async": "torch dcp.async_save",

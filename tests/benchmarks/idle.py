@@ -1,9 +1,10 @@
-"""What the callback adds to a step when nothing is due: one process, or two ranks with gloo."""
+"""What the callback adds to a step when nothing is due, and the least it can: one process, or two ranks with gloo."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -57,10 +60,51 @@ class Clock(Callback):
             self._began = now
 
 
-def trainer(dirpath: str, steps: int, ranks: int, *callbacks: Callback, ours: bool) -> L.Trainer:
+class Floor(Callback):
+    """What no callback of this kind can be without, and nothing else.
+
+    A loader without workers makes each batch under a seed of its own, and the training's random state is put back; with
+    ranks, they exchange five numbers in each step.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = np.random.MT19937()  # it is exchanged: copying numpy's state costs more than all the others
+        self._group: Any = None
+        self._work: Any = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        outer_torch, outer_python = torch.default_generator.get_state(), random.getstate()
+        outer_numpy = np.random.get_bit_generator()
+        np.random.set_bit_generator(self._numbers)
+        torch.default_generator.manual_seed(batch_idx)
+        random.seed(batch_idx)
+        np.random.seed(batch_idx)
+        torch.default_generator.set_state(outer_torch)
+        random.setstate(outer_python)
+        np.random.set_bit_generator(outer_numpy)
+        if self._group is not None:
+            self._ballot = torch.zeros(5, dtype=torch.int64)
+            self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._ballot.tolist()
+
+
+WAYS = ("none", "floor", "ours")
+
+
+def trainer(dirpath: str, steps: int, ranks: int, *callbacks: Callback, way: str) -> L.Trainer:
     """One epoch of so many steps in which nothing is saved."""
     extra: dict[str, Any] = {"enable_checkpointing": False}
-    if ours:
+    if way == "floor":
+        callbacks = (*callbacks, Floor())
+    if way == "ours":
         # Due at the end of a second epoch, which the run does not have, and asked after every step all the same.
         saver = ft.FaultTolerantCheckpoint(dirpath, every_n_epochs=2, save_on_train_end=False)
         extra, callbacks = {}, (*callbacks, saver)
@@ -76,36 +120,38 @@ def loader(steps: int, ranks: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(rows), batch_size=_BATCH_ROWS, shuffle=True)
 
 
-def measure(dirpath: str, steps: int, pairs: int, ranks: int = 1) -> dict[str, list[float]]:
-    """Seconds per step without and with the callback, and added by it; one run of each per pair, in turns.
+def measure(dirpath: str, steps: int, rounds: int, ranks: int = 1) -> dict[str, list[float]]:
+    """Seconds per step in each way, and what two of them add; one run of each per round, in turns.
 
     Of each run the median of its chunks: whatever else runs on the machine disturbs some of them, a cost of the
     callback is in all.
     """
     torch.set_num_threads(1)
-    samples: dict[str, list[float]] = {"none_secs": [], "ours_secs": [], "added_secs": []}
+    samples: dict[str, list[float]] = {f"{way}_secs": [] for way in WAYS}
+    samples |= {"added_secs": [], "floor_added_secs": []}
     steps = max(1, steps // CHUNK_STEPS) * CHUNK_STEPS
-    for pair in range(pairs + 1):
-        total = _WARM_STEPS + 1 + (steps if pair else CHUNK_STEPS)
+    for turn in range(rounds + 1):
+        total = _WARM_STEPS + 1 + (steps if turn else CHUNK_STEPS)
         secs = {}
-        for ours in (False, True) if pair % 2 else (True, False):
+        for way in (*WAYS[turn % len(WAYS) :], *WAYS[: turn % len(WAYS)]):
             clock = Clock()
-            trainer(dirpath, total, ranks, clock, ours=ours).fit(Toy(), loader(total, ranks))
-            secs[ours] = statistics.median(clock.secs)
-        if pair:  # in the runs before that, things are imported and allocated
-            samples["none_secs"].append(secs[False])
-            samples["ours_secs"].append(secs[True])
-            samples["added_secs"].append(secs[True] - secs[False])
+            trainer(dirpath, total, ranks, clock, way=way).fit(Toy(), loader(total, ranks))
+            secs[way] = statistics.median(clock.secs)
+        if turn:  # in the runs before that, things are imported and allocated
+            for way in WAYS:
+                samples[f"{way}_secs"].append(secs[way])
+            samples["added_secs"].append(secs["ours"] - secs["none"])
+            samples["floor_added_secs"].append(secs["floor"] - secs["none"])
     return samples
 
 
-def measure_two_ranks(dirpath: str, steps: int, pairs: int) -> dict[str, list[float]]:
+def measure_two_ranks(dirpath: str, steps: int, rounds: int) -> dict[str, list[float]]:
     """The same with two processes; what rank 0 measured."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = Path(dirpath, "idle.json")
-    command = [sys.executable, "-m", "tests.benchmarks.idle", dirpath, str(steps), str(pairs), str(path)]
+    command = [sys.executable, "-m", "tests.benchmarks.idle", dirpath, str(steps), str(rounds), str(path)]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     processes = [
         subprocess.Popen(command, env={**os.environ, **shared, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
@@ -124,13 +170,13 @@ def measure_two_ranks(dirpath: str, steps: int, pairs: int) -> dict[str, list[fl
 
 def _rank() -> None:
     silence()
-    dirpath, steps, pairs, path = sys.argv[1:]
-    samples = measure(dirpath, int(steps), int(pairs), ranks=2)
+    dirpath, steps, rounds, path = sys.argv[1:]
+    samples = measure(dirpath, int(steps), int(rounds), ranks=2)
     if os.environ["LOCAL_RANK"] == "0":
         Path(path).write_text(json.dumps(samples))
     # Lightning leaves the group to the end of the interpreter, where gloo's threads may bring the process down.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -74,6 +74,14 @@ def _copy(source: memoryview, target: memoryview, threads: int) -> float:
 
 
 def _write(path: str, source: memoryview, flag: int) -> float:
+    try:
+        return write_raw(path, source, flag)
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def write_raw(path: str, source: memoryview, flag: int) -> float:
+    """Seconds for the bytes of `source`, until they are in the new file `path` and synced."""
     began = time.perf_counter()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flag, 0o600)
     try:
@@ -81,11 +89,9 @@ def _write(path: str, source: memoryview, flag: int) -> float:
             while piece.nbytes:
                 piece = piece[os.write(descriptor, piece) :]
         os.fsync(descriptor)
-        secs = time.perf_counter() - began
+        return time.perf_counter() - began
     finally:
         os.close(descriptor)
-        os.unlink(path)
-    return secs
 
 
 def _read(path: str, source: memoryview, target: memoryview) -> float:

@@ -104,10 +104,12 @@ def _memory(samples: Samples, shape: Shape) -> str:
 def _idle(samples: Samples, plan: Plan) -> str:
     lines = [
         f"Idle: microseconds per step, nothing due, {plan.idle_steps} steps",
-        f"{'':34} {'no callback':>24} {'callback':>24} {'added':>24}",
+        f"{'':34} {'no callback':>24} {'callback':>24} {'added':>24} {'the least to add':>24}",
     ]
     for name, title in (("one", "one process"), ("two", "two ranks, gloo")):
-        spreads = [_spread(samples, f"idle.{name}.{kind}_secs", 1e6) for kind in ("none", "ours", "added")]
+        spreads = [
+            _spread(samples, f"idle.{name}.{kind}_secs", 1e6) for kind in ("none", "ours", "added", "floor_added")
+        ]
         lines.append(f"{title:34} {' '.join(spreads)}")
     return "\n".join(lines)
 
@@ -129,11 +131,12 @@ def _restart(samples: Samples, shape: Shape) -> str:
 
 
 def _targets(outcomes: list[Outcome]) -> str:
-    lines = [f"{'Targets':70} {'measured':>10} {'target':>12}"]
+    lines = [f"{'Targets':70} {'measured':>10} {'target':>12} {'the least':>10}"]
     for outcome in outcomes:
         limit = f"{'>=' if outcome.at_least else '<='} {outcome.limit:g} {outcome.unit}"
         verdict = {True: "met", False: "NOT MET", None: "not measured"}[outcome.met]
-        lines.append(f"{outcome.name:70} {_number(outcome.value, 10, 3)} {limit:>12}  {verdict}")
+        least = _number(outcome.least, 10, 3)
+        lines.append(f"{outcome.name:70} {_number(outcome.value, 10, 3)} {limit:>12} {least}  {verdict}")
     return "\n".join(lines)
 
 

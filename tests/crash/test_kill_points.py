@@ -49,7 +49,7 @@ def checked_trainer(dirpath: str, keep: int) -> L.Trainer:
     )
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("event", events.KILL_POINTS)
 def test_training_killed_at(event: str, keep: int, tmp_path: Path) -> None:
     """Killed at the first such event of a fresh run, and at the first and second of runs that were resumed."""
@@ -101,7 +101,7 @@ def finishes(saver: Saver) -> None:
 
 @pytest.mark.parametrize("rotates", ["callback", "user"])
 @pytest.mark.parametrize("event", events.KILL_POINTS)
-def test_saver_killed_at(event: str, rotates: str, tmp_path: Path) -> None:
+def test_e1_saver_killed_at(event: str, rotates: str, tmp_path: Path) -> None:
     for count in (1, 2):
         saver = Saver(str(tmp_path / str(count)), 1, rotates, kill_event=f"{event}:{count}")
         killed(saver)
@@ -138,12 +138,12 @@ def every_point(tmp_path: Path) -> list[tuple[int, str]]:
     return [(call, how) for call in range(1, count - 10) for how in ("before", "half", "after")]
 
 
-def test_saver_killed_at_system_calls(tmp_path: Path) -> None:
+def test_e1_saver_killed_at_system_calls(tmp_path: Path) -> None:
     at_calls(random.Random(1).sample(every_point(tmp_path), 24), tmp_path)
 
 
 @pytest.mark.slow
-def test_saver_killed_at_every_system_call(tmp_path: Path) -> None:
+def test_e1_saver_killed_at_every_system_call(tmp_path: Path) -> None:
     at_calls(every_point(tmp_path), tmp_path)
 
 

@@ -83,7 +83,7 @@ def sources_are_let_go(patch: pytest.MonkeyPatch) -> None:
 
     def stage_(self: Stager, *args: Any) -> Staged:
         staged = stage(self, *args)
-        staged._tensors = []
+        staged._let_go()
         return staged
 
     patch.setattr(Stager, "stage", stage_)
@@ -95,7 +95,7 @@ def finish_lets_sources_go(patch: pytest.MonkeyPatch) -> None:
 
     def settle_(self: Staged) -> None:
         settle(self)
-        self._tensors = []
+        self._let_go()
 
     patch.setattr(Staged, "_settle", settle_)
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_ft._copies import is_streamed
+from lightning_ft._module_tree import ModuleTree
 from lightning_ft._plan import Late
 from lightning_ft._staging import Stager
 from tests.devices import fake_gpu
@@ -31,7 +32,7 @@ def test_they_are_copied_at_once_and_without_the_device() -> None:
         module = model()
         expected = {name: tensor.inner.clone() for name, tensor in module.state_dict().items()}
         stager = Stager(overlap=True)
-        late = Late.of(module, [], 0)
+        late = Late.of(ModuleTree(module), [], 0)
         for _ in range(2):
             staged = stager.stage({"state_dict": dict(module.state_dict()), "more": [module[0].weight]}, late)
             held = {name: tensor.inner.clone() for name, tensor in module.state_dict().items()}
@@ -55,7 +56,7 @@ def test_beside_them_plain_tensors_are_copied_late() -> None:
         checkpoint = {"state_dict": {**plain.state_dict(prefix="plain."), **module.state_dict(prefix="odd.")}}
         expected = {k: fake_gpu.inner_of(v).clone() for k, v in checkpoint["state_dict"].items()}
         stager = Stager(overlap=True)
-        staged = stager.stage(checkpoint, Late.of(plain, [optimizer], 0))
+        staged = stager.stage(checkpoint, Late.of(ModuleTree(plain), [optimizer], 0))
         for tensor in module.state_dict().values():
             tensor.fill_(7)
         stager.finish()

@@ -32,10 +32,12 @@ def rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def test_ddp_killed_within_and_between_epochs(tmp_path: Path) -> None:
-    # 4 batches of 4 for each of the ranks, saved every 2
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ddp_killed_within_and_between_epochs(workers: int, tmp_path: Path) -> None:
+    # 4 batches of 4 for each of the ranks, saved every 2; killed at a last batch, at a first one, within, and twice
     make_trainer = partial(ddp, every=2, callbacks=(s.Ema,), val_check_interval=3)
-    exact(make_trainer, s.Net, s.shuffled, kill_at=[4, 5, 7], root=tmp_path, replayed=2 * (2 + 1 + 1))
+    make_data = partial(s.shuffled, workers)
+    exact(make_trainer, s.Net, make_data, kill_at=[4, 5, 7], root=tmp_path, replayed=2 * (2 + 1 + 1))
 
 
 # -- A2 ----------------------------------------------------------------------------------------------------------

@@ -415,7 +415,7 @@ def test_f10_no_thread_after_a_fit_and_the_next_one_works(ends: str, tmp_path: P
     else:
         with runs.observing(failing), pytest.raises((RuntimeError, ft.SaveError)):
             fit(the_trainer)
-    assert ["lightning-ft-writer"] in during
+    assert any("lightning-ft-writer" in threads for threads in during)
     assert writers() == []
     # The same plugin in another trainer: no error or task of the fit before is left in it.
     model = fit(trainer(ours(tmp_path / "second"), plugins=[plugin]))

@@ -205,6 +205,21 @@ def test_l4_extra_optimizer(strict: bool, tmp_path: Path) -> None:
         plain_run(model=TwoOptimizers)(ours(tmp_path, strict=strict))
 
 
+class WithAdam(Line):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.parametrize("models", [(Line, WithAdam), (WithAdam, Line)], ids=["to Adam", "from Adam"])
+def test_l4_another_optimizer(models: Any, tmp_path: Path) -> None:
+    first, second = models
+    plain_run(model=first)(ours(tmp_path), max_steps=4)
+    changed = second()
+    with pytest.raises(ft.RestoreError, match=r"optimizers: \['(SGD|Adam)'\] when saved, \['(SGD|Adam)'\] now"):
+        plain_run(model=lambda: changed)(ours(tmp_path))
+    assert changed.steps == []
+
+
 def test_l4_dataset_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     says = "train dataloader 0 dataset length: 30 when saved, 38 now"
     plain_run()(ours(tmp_path / "within", keep_last=1), max_steps=4)
@@ -256,7 +271,9 @@ def test_l4_plain_lightning_says_nothing(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         plain_run(model=lambda: Line(lr=0.2), length=38)(runs.every_step(tmp_path, save_last=True))
     assert caught
-    assert not [w for w in caught if "lr" in str(w.message).split() or "38" in str(w.message)]
+    # Without the directory, whose name has numbers of its own.
+    said = [str(w.message).replace(str(tmp_path), "").split() for w in caught]
+    assert not [words for words in said if "lr" in words or "38" in words]
 
 
 # -- N1: what is said at the start -------------------------------------------------------------------------------
@@ -270,6 +287,37 @@ def test_n1_interval_longer_than_the_run(
     assert "every_n_train_steps=9, but the run has 8 steps" in caplog.text
     assert ("only when training ends" if save_on_train_end else "never") in caplog.text
     assert len(runs.names(tmp_path)) == save_on_train_end
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"every_n_epochs": 3}, "every_n_epochs=3, but the run has 2 epochs"),
+        (
+            {"every_n_epochs": 3, "every_n_train_steps": 17},
+            "every_n_train_steps=17 and every_n_epochs=3, but the run has 16 steps and 2 epochs",
+        ),
+    ],
+)
+def test_n1_epochs_too(rules: Any, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(trainer(ours(tmp_path, **{"every_n_train_steps": None, **rules}), max_epochs=2))
+    assert says in caplog.text
+
+
+def test_n1_a_run_of_steps_has_whole_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """7 steps of 8: no epoch comes to its end."""
+    fit(trainer(ft.FaultTolerantCheckpoint(tmp_path), max_epochs=-1, max_steps=7))
+    assert "every_n_epochs=1, but the run has 0 epochs" in caplog.text
+
+
+def test_n1_when_the_first_save_is_due(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning")
+    rules = {"every_n_train_steps": 3, "train_time_interval": timedelta(hours=1)}
+    fit(trainer(ours(tmp_path, **rules), max_steps=4))
+    assert f"checkpoints are saved to {tmp_path}: the first one after step 3 or 1:00:00 from now" in caplog.text
+    caplog.clear()
+    fit(trainer(ours(tmp_path, **rules, every_n_epochs=2)), ckpt_path="last")
+    assert "the first one after step 6 or after 2 epochs or 1:00:00 from now" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -321,9 +369,11 @@ def test_n2_from_plain_lightning(
 def test_n2_other_plan_is_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain_run()(ours(tmp_path), max_epochs=1)
     caplog.clear()
-    model = plain_run()(ours(tmp_path), max_epochs=3)
+    model = plain_run()(ours(tmp_path), max_epochs=3, val_check_interval=2)
     assert len(model.steps) == 16
-    assert "max_epochs was 1 and is 3" in caplog.text
+    assert "max_epochs was 1 and is 3: schedules" in caplog.text
+    assert "val_check_interval was 1.0 and is 2: validations are not those of the run that was saved" in caplog.text
+    assert "limit_val_batches was" not in caplog.text
 
 
 def test_n2_passed_over_only_what_is_newer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ft as ft
 from lightning_ft import discovery, events
 from lightning_ft._names import parse_leftover
+from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import runs
 from tests.trainer import scenarios as s
@@ -224,13 +225,19 @@ def test_d5_another_process_starts_at_the_same_moment(tmp_path: Path, monkeypatc
     assert runs.good(tmp_path) == ["step=00000008.ckpt", "step=00000004.ckpt"]
 
 
-@pytest.mark.xfail(strict=True, reason="only the directory of our callback is locked and cleared at a start")
 def test_d5_leftovers_in_the_directory_of_the_users_callback(tmp_path: Path) -> None:
-    """A kill while a `ModelCheckpoint` beside us saved: its attempt takes up space for ever."""
+    """A kill while a `ModelCheckpoint` beside us saved: its attempt would take up space for ever."""
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / f".epoch=0-step=3.ckpt.{'0' * 16}.attempt").write_bytes(b"half")
     fit(trainer(runs.every_step(tmp_path / "best"), ft.FaultTolerantCheckpoint(tmp_path / "ours")))
     assert os.listdir(tmp_path / "best") == ["epoch=0-step=8.ckpt"]
+
+
+def test_d5_what_another_run_is_writing_stays(tmp_path: Path) -> None:
+    """Two runs may share the directory of their best: nobody holds it as a whole."""
+    with Storage().open_attempt(str(tmp_path / "best" / "other.ckpt")) as attempt:
+        fit(trainer(runs.every_step(tmp_path / "best"), ft.FaultTolerantCheckpoint(tmp_path / "ours")))
+        assert set(os.listdir(tmp_path / "best")) == {"epoch=0-step=8.ckpt", Path(attempt.attempt).name}
 
 
 def test_d5_a_second_run_in_a_used_directory(tmp_path: Path) -> None:

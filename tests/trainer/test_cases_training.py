@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    Timer,
 )
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
@@ -81,6 +82,18 @@ def test_c1_moments_follow_the_names(tmp_path: Path) -> None:
     for name, value in moments(turned, trainer).items():
         assert torch.equal(value, expected[name]), name
     assert all(torch.equal(v, whole.state_dict()[k]) for k, v in turned.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_c1_plain_lightning_gives_moments_to_the_wrong_layer(tmp_path: Path) -> None:
+    first = s.plain_trainer(str(tmp_path), max_steps=6)
+    saved = Twins()
+    first.fit(saved, *c.plain_data())
+    turned, second = Twins("ba"), s.plain_trainer(str(tmp_path), max_steps=6)
+    second.fit(turned, *c.plain_data(), ckpt_path=str(tmp_path / "last.ckpt"))
+    before, after = moments(saved, first), moments(turned, second)
+    assert torch.equal(after["layers.a.weight exp_avg"], before["layers.b.weight exp_avg"])
+    assert torch.equal(after["layers.b.weight exp_avg"], before["layers.a.weight exp_avg"])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -356,6 +369,13 @@ def test_c12_two_optimizers_count_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_c12_plain_lightning_counts_optimizers(tmp_path: Path) -> None:
+    every_second = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    L.Trainer(**s.COMMON, callbacks=[every_second], max_epochs=2).fit(s.Gan(), c.plain_loader())  # 10 batches
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step={n}.ckpt" for n in (12, 16, 20, 4, 8)]
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("module", [s.Gan, c.Small], ids=["manual", "automatic"])
 def test_c13_saves_by_time(module: Any, tmp_path: Path) -> None:
     seen: list[events.Event] = []
@@ -374,6 +394,28 @@ def test_c13_plain_lightning_never_saves_by_time_in_manual_optimization(tmp_path
     always = ModelCheckpoint(tmp_path, train_time_interval=timedelta(microseconds=1), save_top_k=-1)
     L.Trainer(**s.COMMON, callbacks=[always], max_epochs=2).fit(s.Gan(), c.plain_loader())
     assert list(tmp_path.iterdir()) == []
+
+
+class ScoredGan(s.Gan):
+    """What is monitored depends on the weights alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.critic(batch[1]).mean(), batch_size=len(batch[1]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("staging", ["overlap", "blocking"])
+def test_c14_the_best_file_scores_what_it_says(staging: Any, tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "best", "{step}", monitor="val", save_top_k=-1)
+    plugin = ft.FaultTolerantCheckpointIO(staging=staging)
+    made = s.trainer(str(tmp_path / "run"), every=1, max_epochs=2, callbacks=(lambda: best,), plugins=[plugin])
+    made.fit(ScoredGan(), *c.plain_data())
+    assert len(best.best_k_models) == 2  # validated after 4 of 5 batches
+    for path, score in best.best_k_models.items():
+        scored = ScoredGan()
+        scored.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        (result,) = L.Trainer(**s.COMMON).validate(scored, c.plain_loader(6, 3), verbose=False)
+        assert result["val"] == float(score)
 
 
 # -- C16: finished runs ------------------------------------------------------------------------------------------
@@ -567,6 +609,42 @@ def test_c19_logged_steps_follow_the_saved_one(tmp_path: Path) -> None:
         assert part in [whole[i : i + len(part)] for i in range(len(whole))]
     assert whole[-len(parts[-1]) :] == parts[-1]
     assert [part[0][0] for part in parts] == [0, 1, 3, 4]
+    marked = [[line for line in part if "ft/resumed_at_step" in line[1]] for part in c.notes(path)]
+    # Logged steps count from 0: the first one after a restart is the one that is marked.
+    assert marked == [[], [], *([[n, {"ft/resumed_at_step": float(n).hex()}]] for n in (1, 3, 4))]
+
+
+# -- C21: budgets of time -----------------------------------------------------------------------------------------
+
+
+class PerRun(Timer):
+    """What `Trainer(max_time=...)` is, over all starts; on its clock every batch takes a second."""
+
+    seconds = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seconds += 1
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return self._offset + self.seconds
+
+
+class PerJob(PerRun):
+    """Begins anew in every start."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "trained"), [(PerRun, [5, 0, 4]), (PerJob, [5, 5, 5])], ids=["run", "job"])
+def test_c21_a_budget_of_the_run_and_one_of_the_job(kind: Any, trained: list[int], tmp_path: Path) -> None:
+    budgets = [5, 5, 9] if kind is PerRun else [5, 5, 5]
+    for start, (seconds, expected) in enumerate(zip(budgets, trained, strict=True)):
+        timer = partial(kind, timedelta(seconds=seconds))
+        make_trainer = partial(c.trainer, str(tmp_path / "run"), callbacks=(timer,))
+        lines = c.recorded(make_trainer, c.Small, c.plain_data, tmp_path / f"{start}.jsonl")
+        assert len([key for key in lines if key[0] == "step"]) == expected
 
 
 # -- more optimizers and callbacks -------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_every_bit_of_every_dtype(dtype: torch.dtype, late: bool, stager: Stager
     data.zero_()
     copy = staged.wait()["optimizer_states"]
     assert copy.dtype == dtype
-    assert torch.equal(_copies.storage_bytes(copy), before)
+    assert torch.equal(_copies.storage_bytes(copy.untyped_storage()), before)
     staged.release()
 
 
@@ -409,7 +409,7 @@ def test_memory_is_used_again_from_save_to_save(stager: Stager) -> None:
         training.forward(step + 1)
         training.step(step + 1)
     assert len(places) == 1
-    assert (stager.plans, [p.buffers.allocations for p in stager._free]) == (1, [1])
+    assert (stager.plans.made, [p.buffers.allocations for p in stager.plans._free]) == (1, [1])
 
 
 def test_two_at_once_have_memory_of_their_own_and_there_is_no_third(stager: Stager) -> None:
@@ -425,7 +425,7 @@ def test_two_at_once_have_memory_of_their_own_and_there_is_no_third(stager: Stag
             written.release()
     assert values(running[0].wait()) == all_of(5)
     running[0].release()
-    assert (stager.plans, [p.buffers.allocations for p in stager._free]) == (2, [1, 1])
+    assert (stager.plans.made, [p.buffers.allocations for p in stager.plans._free]) == (2, [1, 1])
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -460,7 +460,7 @@ def test_memory_is_not_free_before_late_copies_have_ended(stager: Stager, last_m
     staged = stager.stage(training.checkpoint(), training.late())
     staged.release()
     assert last_moment.left == 0
-    assert len(stager._free) == 1
+    assert len(stager.plans._free) == 1
 
 
 def test_structures_that_change_from_save_to_save(stager: Stager) -> None:
@@ -493,7 +493,7 @@ def test_structures_that_change_from_save_to_save(stager: Stager) -> None:
             staged.release()
             for tensor in tensors:
                 tensor.sub_(1)
-    assert stager.plans == 1
+    assert stager.plans.made == 1
 
 
 # -- threads and calls -------------------------------------------------------------------------------------------
@@ -552,7 +552,7 @@ def test_no_thread_copies_any_more_once_staging_has_failed(
             stager.stage({"state_dict": large()})
     assert len(last_moment.jobs) == 1
     assert last_moment.left == 0
-    assert len(stager._free) == 1
+    assert len(stager.plans._free) == 1
     staged = stager.stage({"state_dict": {"a": torch.ones(5)}})
     assert staged.wait()["state_dict"]["a"].tolist() == [1.0] * 5
     staged.release()
@@ -636,21 +636,21 @@ def test_a_copy_that_fails(where: str, stager: Stager, monkeypatch: pytest.Monke
             patch.setattr(Staged, "_copy_at_once", fail)
             with pytest.raises(MemoryError, match="no memory"):
                 stager.stage(training.checkpoint(), training.late())
-    assert len(stager._free) == 1
+    assert len(stager.plans._free) == 1
     training.step(3)
     training.forward(3)
     staged = stager.stage(training.checkpoint(), training.late())
     stager.finish()
     assert values(staged.wait()) == all_of(3)
     staged.release()
-    assert stager.plans == 1
+    assert stager.plans.made == 1
 
 
 def test_what_cannot_be_copied_leaves_the_memory_free(stager: Stager) -> None:
     training = Training()
     with pytest.raises(TypeError, match="lock"):
         stager.stage({**training.checkpoint(), "lock": threading.Lock()}, training.late())
-    assert len(stager._free) == 1
+    assert len(stager.plans._free) == 1
     stager.finish()
 
 
@@ -690,7 +690,7 @@ def test_a_writer_that_waits_and_checks_while_training_goes_on(stager: Stager) -
     writer.join(WAIT_SECS)
     assert not writer.is_alive()
     assert wrong == []
-    assert stager.plans <= 3
+    assert stager.plans.made <= 3
 
 
 def test_a_closed_stager_has_no_threads_and_can_be_used_again(stager: Stager) -> None:

@@ -78,24 +78,24 @@ def test_one_more_tensor_and_another_order_are_other_signatures() -> None:
     assert signature([a, b]) != signature([b, a])
 
 
-TABLE: dict[str, tuple[Callable[[], list[Tensor]], list[int | None], list[tuple[int, bool, int]]]] = {
-    # tensors -> extent of each, then (tensor, whole, size_bytes) of each extent
+TABLE: dict[str, tuple[Callable[[], list[Tensor]], list[int | None], list[tuple[int, int]]]] = {
+    # tensors -> extent of each, then (tensor, size_bytes) of each extent
     "nothing": (lambda: [], [], []),
-    "two": (lambda: [torch.ones(2), torch.ones(3)], [0, 1], [(0, True, 8), (1, True, 12)]),
-    "tied": (lambda: [FLAT, FLAT.detach(), nn.Parameter(FLAT)], [0, 0, 0], [(0, True, 96)]),
-    "a view and then all": (lambda: [FLAT[2:4], FLAT], [0, 0], [(1, True, 96)]),
-    "all and then a view": (lambda: [FLAT, FLAT[2:4]], [0, 0], [(0, True, 96)]),
-    "overlapping views": (lambda: [FLAT[:10], FLAT[5:]], [0, 0], [(0, False, 96)]),
-    "transposed": (lambda: [FLAT.view(4, 6).t()], [0], [(0, False, 96)]),
-    "reshaped": (lambda: [FLAT.view(2, 3, 4)], [0], [(0, True, 96)]),
-    "with an axis of one": (lambda: [FLAT.view(1, 24, 1).as_strided((1, 24, 1), (7, 1, 9))], [0], [(0, True, 96)]),
-    "channels-last": (lambda: [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)], [0], [(0, False, 480)]),
-    "expanded": (lambda: [torch.ones(1).expand(5)], [0], [(0, False, 4)]),
-    "all of one of another dtype": (lambda: [FLAT.view(torch.uint8)], [0], [(0, True, 96)]),
-    "all but the last": (lambda: [FLAT[:-1]], [0], [(0, False, 96)]),
-    "a scalar": (lambda: [torch.tensor(1.0)], [0], [(0, True, 4)]),
-    "empty ones": (lambda: [torch.empty(0), torch.empty(0, 3)], [0, 1], [(0, True, 0), (1, True, 0)]),
-    "one without storage": (lambda: [torch.ones(2), torch.eye(2).to_sparse()], [0, None], [(0, True, 8)]),
+    "two": (lambda: [torch.ones(2), torch.ones(3)], [0, 1], [(0, 8), (1, 12)]),
+    "tied": (lambda: [FLAT, FLAT.detach(), nn.Parameter(FLAT)], [0, 0, 0], [(0, 96)]),
+    "a view and then all": (lambda: [FLAT[2:4], FLAT], [0, 0], [(0, 96)]),
+    "all and then a view": (lambda: [FLAT, FLAT[2:4]], [0, 0], [(0, 96)]),
+    "overlapping views": (lambda: [FLAT[:10], FLAT[5:]], [0, 0], [(0, 96)]),
+    "transposed": (lambda: [FLAT.view(4, 6).t()], [0], [(0, 96)]),
+    "reshaped": (lambda: [FLAT.view(2, 3, 4)], [0], [(0, 96)]),
+    "with an axis of one": (lambda: [FLAT.view(1, 24, 1).as_strided((1, 24, 1), (7, 1, 9))], [0], [(0, 96)]),
+    "channels-last": (lambda: [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)], [0], [(0, 480)]),
+    "expanded": (lambda: [torch.ones(1).expand(5)], [0], [(0, 4)]),
+    "all of one of another dtype": (lambda: [FLAT.view(torch.uint8)], [0], [(0, 96)]),
+    "all but the last": (lambda: [FLAT[:-1]], [0], [(0, 96)]),
+    "a scalar": (lambda: [torch.tensor(1.0)], [0], [(0, 4)]),
+    "empty ones": (lambda: [torch.empty(0), torch.empty(0, 3)], [0, 1], [(0, 0), (1, 0)]),
+    "one without storage": (lambda: [torch.ones(2), torch.eye(2).to_sparse()], [0, None], [(0, 8)]),
 }
 
 
@@ -105,8 +105,8 @@ def test_extents(name: str) -> None:
     tensors = make()
     layout = lay_out(signature(tensors)[0])
     assert layout.extent_of == tuple(extent_of)
-    assert [(e.tensor, e.whole, e.size_bytes) for e in layout.extents] == expected
-    assert layout.size_bytes == sum(size for _, _, size in expected)
+    assert [(e.tensor, e.size_bytes) for e in layout.extents] == expected
+    assert layout.size_bytes == sum(size for _, size in expected)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft import _plan
 from lightning_ft._buffers import Buffers
 from lightning_ft._layout import signature
+from lightning_ft._module_tree import ModuleTree
 from lightning_ft._plan import Late, Plan, Work
 from lightning_ft._skeleton import Skeleton
 
@@ -17,7 +17,7 @@ KIB = 256  # elements of float32
 
 
 class Model(nn.Module):
-    """Parameters and buffers of 4 KiB, unless their names say otherwise."""
+    """Parameters and buffers of 4 KiB, and some smaller or larger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ def storages(tensors: Iterable[Tensor]) -> list[int]:
 
 def test_what_is_late() -> None:
     model, optimizer, skeleton, plan = made()
-    now, late = plan.parts(Late.of(model, [optimizer], 1), skeleton.of_optimizers)
-    moments = [t for p in optimizer.state.values() for t in p.values() if t.nbytes >= 4096]
-    assert len(moments) == 6  # two each of trained, large, shared
-    assert addresses(plan, late) == storages([model.trained, model.large, *moments])
+    now, late = plan.parts(Late.of(ModuleTree(model), [optimizer], 1), skeleton.of_optimizers)
+    state = [t for p in optimizer.state.values() for t in p.values()]
+    assert len(state) == 12  # three each of trained, small, large, shared
+    assert addresses(plan, late) == storages([model.trained, model.small, model.large, *state])
     assert sorted([*now.extents, *late.extents]) == list(range(len(plan.layout.extents)))
     assert not set(now.extents) & set(late.extents)
 
@@ -86,7 +86,7 @@ def test_without_late_all_is_copied_at_once() -> None:
     assert len(now.extents) == len(plan.layout.extents)
 
 
-def test_small_ones_are_copied_in_groups_and_large_or_partial_ones_in_pieces() -> None:
+def test_small_ones_are_copied_in_groups_and_large_ones_in_pieces() -> None:
     tensors = {
         "small": torch.ones(10),
         "just below": torch.ones(1024 * KIB // 4 - 1),
@@ -96,22 +96,14 @@ def test_small_ones_are_copied_in_groups_and_large_or_partial_ones_in_pieces() -
     }
     plan = Made(tensors.values())
     now, _ = plan.parts(None, range(0))
-    assert (now.grouped, now.raw, now.device) == ([0, 1], [2, 3], {})
-
-
-def test_a_step_counter_is_not_late() -> None:
-    """Thousands of scalars cost more to watch than to copy."""
-    model, optimizer, skeleton, plan = made()
-    _, late = plan.parts(Late.of(model, [optimizer], 1), skeleton.of_optimizers)
-    steps = storages(s["step"] for s in optimizer.state.values())
-    assert not set(addresses(plan, late)) & set(steps)
+    assert (now.grouped, now.raw, now.device) == ([0, 1, 3], [2], {})
 
 
 def test_optimizer_state_alone_is_late_if_no_parameter_may_be() -> None:
     model, optimizer, skeleton, plan = made()
     for p in model.parameters():
         p.requires_grad_(False)
-    _, late = plan.parts(Late.of(model, [optimizer], 1), skeleton.of_optimizers)
+    _, late = plan.parts(Late.of(ModuleTree(model), [optimizer], 1), skeleton.of_optimizers)
     assert {plan.layout.extents[i].tensor in skeleton.of_optimizers for i in late.extents} == {True}
 
 
@@ -120,7 +112,7 @@ def test_a_buffer_that_is_also_optimizer_state_is_not_late() -> None:
     model.register_buffer("memory", torch.ones(4 * KIB))
     skeleton = Skeleton({"optimizer_states": [{"memory": model.memory}]})
     plan = Made(skeleton.tensors)
-    assert plan.parts(Late.of(model, [], 0), skeleton.of_optimizers)[1].extents == []
+    assert plan.parts(Late.of(ModuleTree(model), [], 0), skeleton.of_optimizers)[1].extents == []
 
 
 def test_a_parameter_subclass_is_not_late() -> None:
@@ -129,7 +121,7 @@ def test_a_parameter_subclass_is_not_late() -> None:
 
     model = nn.Module()
     model.p = Own(torch.ones(4 * KIB))
-    late = Late.of(model, [torch.optim.SGD(model.parameters())], 0)
+    late = Late.of(ModuleTree(model), [torch.optim.SGD(model.parameters())], 0)
     assert late.addresses == frozenset()
 
 
@@ -137,14 +129,14 @@ def test_the_split_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, skeleton, plan = made()
     sorted_, calls = Plan._sorted, []
     monkeypatch.setattr(Plan, "_sorted", lambda self, is_late: calls.append(1) or sorted_(self, is_late))
-    first = plan.parts(Late.of(model, [optimizer], 1), skeleton.of_optimizers)
+    first = plan.parts(Late.of(ModuleTree(model), [optimizer], 1), skeleton.of_optimizers)
     for steps in range(2, 5):  # the number of steps is no part of it
-        again = plan.parts(Late.of(model, [optimizer], steps), skeleton.of_optimizers)
+        again = plan.parts(Late.of(ModuleTree(model), [optimizer], steps), skeleton.of_optimizers)
         assert again is first
     assert len(calls) == 1
     # A parameter was unfrozen, another frozen.
     model.trained.requires_grad_(False)
-    assert plan.parts(Late.of(model, [optimizer], 5), skeleton.of_optimizers) is not first
+    assert plan.parts(Late.of(ModuleTree(model), [optimizer], 5), skeleton.of_optimizers) is not first
     assert len(calls) == 2
     assert plan.parts(None, skeleton.of_optimizers)[1].extents == []
     assert len(calls) == 3
@@ -155,7 +147,7 @@ def test_an_embedding_that_renormalises_itself_is_not_late(module: Any) -> None:
     """With `max_norm` the forward pass changes the rows that it looks up."""
     for max_norm in (None, 1.0):
         model = nn.Sequential(module(1024, 4, max_norm=max_norm))
-        late = Late.of(model, [torch.optim.SGD(model.parameters())], 0)
+        late = Late.of(ModuleTree(model), [torch.optim.SGD(model.parameters())], 0)
         assert (storages(model.parameters())[0] in late.never) is (max_norm is not None)
 
 
@@ -170,7 +162,6 @@ def test_the_targets_have_the_form_of_the_sources() -> None:
         assert target.requires_grad == source.requires_grad
         assert target.untyped_storage().nbytes() == flat.nbytes
     assert len(set(storages(plan.targets))) == 1
-    assert _plan._LATE_BYTES == 4096
 
 
 def test_the_old_memory_is_given_back_before_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

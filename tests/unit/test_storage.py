@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import zipfile
@@ -328,6 +329,58 @@ def test_only_our_leftovers_are_removed(tmp_path: Path, seen: list[events.Event]
     assert sorted(removed) == sorted(str(tmp_path / name) for name in [*ours, folder])
     assert names(tmp_path) == sorted(others)
     assert kinds(seen) == ["LeftoverRemoved"] * 4
+
+
+def test_only_attempts_that_nobody_writes_are_abandoned(tmp_path: Path, seen: list[events.Event]) -> None:
+    storage, token = Storage(), "0" * 16
+    dead = tmp_path / attempt_name("a.ckpt", token)
+    others = [deleted_name("a.ckpt", token), probe_name(token), "b.ckpt"]
+    for name in (dead.name, *others):
+        (tmp_path / name).write_bytes(b"half")
+    with storage.open_attempt(str(tmp_path / "c.ckpt")) as living:
+        assert storage.remove_abandoned(str(tmp_path)) == [str(dead)]
+        assert set(os.listdir(tmp_path)) == {*others, Path(living.attempt).name}
+        living.write(archive())
+        living.commit(maker())
+    assert [e.path for e in seen if isinstance(e, events.LeftoverRemoved)] == [str(dead)]
+    assert storage.remove_abandoned(str(tmp_path)) == []
+    assert storage.remove_abandoned(str(tmp_path / "nowhere")) == []
+
+
+def test_an_attempt_cleared_away_before_it_was_held_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    cleared: list[str] = []
+
+    def late(fd: int, operation: int) -> None:
+        if not cleared:
+            cleared.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.unlink(cleared[0])
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with Storage().open_attempt(str(tmp_path / "a.ckpt")) as attempt:
+        attempt.write(archive())
+        attempt.commit(maker())
+    assert len(cleared) == 1
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_nothing_is_taken_for_abandoned(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    (tmp_path / attempt_name("a.ckpt", "0" * 16)).write_bytes(b"half")
+    assert Storage().remove_abandoned(str(tmp_path)) == []
+    with Storage().open_attempt(str(tmp_path / "b.ckpt")) as attempt:
+        attempt.write(archive())
+        attempt.commit(maker())
+    assert verify(tmp_path / "b.ckpt").problem is None
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "unlink", "mkdir"])
