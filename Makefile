@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; \
 	  fi; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,cli,s3,plot]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,cli,s3,plot,safetensors]'
 	@touch $@
 
 demo: $(STAMP)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 import warnings
-import zipfile
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
@@ -15,6 +13,7 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from lightning_ft import _loops, _names, _two_tiers, discovery
 from lightning_ft._dist import Ranks
+from lightning_ft._fallback import last_of_others
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft.errors import CheckpointError, NoUsableCheckpointError
 from lightning_ft.storage import Storage
@@ -91,35 +90,13 @@ def choose(
         return selection.chosen.path, True
     reasons = list(selection.passed_over)
     if selection.empty:
-        storage = Storage(storage_options)
-        others = [i for i in selection.foreign if i.name.startswith("last")]
-        for info in sorted(others, key=lambda i: _version(i.name), reverse=True):  # last-v2, last-v1, last
-            if info.manifest is None:
-                problem = _plain_problem(storage, info.path)
-            else:
-                problem = discovery.verify(info.path, depth, storage_options).problem
-            if problem is None:
-                return info.path, False
-            reasons.append((info.path, problem))
+        other, unusable = last_of_others(selection, depth, storage_options)
+        if other is not None:
+            return other, False
+        reasons += unusable
     if reasons:
         raise NoUsableCheckpointError(dirpath, reasons)
     return None, False
-
-
-def _version(name: str) -> int:
-    """Lightning counts up the name of a file that another run has left."""
-    match = re.fullmatch(r".*-v([0-9]+)\.ckpt", name)
-    return int(match[1]) if match else 0
-
-
-def _plain_problem(storage: Storage, path: str) -> str | None:
-    """What is wrong with a file of plain Lightning, as far as a zip archive's own checksums tell."""
-    try:
-        with storage.open_read(path) as file, zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-    except (OSError, zipfile.BadZipFile) as error:
-        return f"{type(error).__name__}: {error}"
-    return None if damaged is None else f"damaged: checksum of {damaged} does not match"
 
 
 def announce_fresh_start(dirpath: str, storage_options: dict[str, Any] | None) -> None:

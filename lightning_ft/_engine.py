@@ -67,6 +67,8 @@ class Snapshot(Protocol):
     @property
     def size_bytes(self) -> int: ...
     @property
+    def reductions(self) -> _serialise.Reductions: ...
+    @property
     def blocked_secs(self) -> float: ...
     @property
     def staging_secs(self) -> float: ...
@@ -206,10 +208,7 @@ class Writer:
             self._enqueue(_RemoveTask(path))
 
     def then(self, path: str, function: Callable[[], None]) -> None:
-        """`function`, which is about `path`, runs in the writer thread, behind everything submitted before.
-
-        Thread: any. Blocks on: nothing.
-        """
+        """`function`, which is about `path`, runs in the writer thread, behind what was submitted. Thread: any."""
         with self._condition:
             self._enqueue(_CallTask(path, function))
 
@@ -411,7 +410,7 @@ class Writer:
 
         # The attempt is aborted on errors, and raises the storage's own.
         with self._storage.open_attempt(task.path, expected_bytes=task.snapshot.size_bytes) as attempt:
-            _serialise.save(checkpoint, attempt)
+            _serialise.save(checkpoint, attempt, task.snapshot.reductions)
             return attempt.commit(complete)
 
     def _retrying(self) -> tenacity.Retrying:

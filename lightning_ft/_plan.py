@@ -14,6 +14,7 @@ from lightning_ft._alike import Alike
 from lightning_ft._buffers import PINNED_BLOCK_BYTES, Buffers
 from lightning_ft._layout import Extent, Signature, lay_out
 from lightning_ft._module_tree import ModuleTree
+from lightning_ft._serialise import Reductions
 from lightning_ft._template import Template
 
 # Storages of less are copied together by one call of torch, larger ones piece by piece.
@@ -109,6 +110,7 @@ class Plan:
         self.layout = lay_out(entries, PINNED_BLOCK_BYTES if self.buffers.pinned else None)
         self.places = self.buffers.tensors(self.layout)
         self.targets = [self._target(number) for number in range(len(entries))]
+        self.reductions: Reductions = dict.fromkeys(map(id, self.targets))
         self.unplaced = [number for number, extent in enumerate(self.layout.extent_of) if extent is None]
         """Tensors without a storage of their own: their targets are empty."""
         self._filled = [(index, extent.tensor) for index, extent in enumerate(self.layout.extents) if extent.size_bytes]

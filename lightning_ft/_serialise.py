@@ -14,6 +14,7 @@ import logging
 import pickle
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import IO, Any, cast
 
 import torch
@@ -33,16 +34,28 @@ class UnfamiliarTorchError(Exception):
     """`torch.save` works in another way than this module knows; caught here."""
 
 
-def save(checkpoint: Any, sink: Sink) -> None:
+Reductions = dict[int, Any]
+"""For tensors that are saved again and again, by their ids: what they are to a pickle, None before it was found out.
+
+Whoever makes such a dictionary keeps the tensors, and never changes their shape or place.
+"""
+
+
+def save(checkpoint: Any, sink: Sink, reductions: Reductions | None = None) -> None:
     """`sink` was given the bytes of a file of `checkpoint`, the same as `torch.save` gives but for one identifier.
 
     Tensors are not copied, and must not change meanwhile.
+
+    Args:
+        checkpoint: What to save.
+        sink: Where to.
+        reductions: Of its tensors; filled in.
 
     Raises:
         Exception: What cannot be pickled, as `torch.save` raises it; nothing was written then. What `sink` raises.
     """
     try:
-        records = collect(checkpoint)
+        records = collect(checkpoint, reductions)
     except UnfamiliarTorchError as unfamiliar:
         _log.warning("saving is slower than it could be with torch %s: %s", torch.__version__, unfamiliar)
         torch.save(checkpoint, cast(IO[bytes], sink))
@@ -77,8 +90,8 @@ class Records:
         raise UnfamiliarTorchError(f"record {name} is to be left out (torch.serialization.skip_data)")
 
 
-def collect(checkpoint: Any) -> Records:
-    """What `torch.save` would write for `checkpoint`, without a copy of a tensor's memory.
+def collect(checkpoint: Any, reductions: Reductions | None = None) -> Records:
+    """What `torch.save` would write for `checkpoint`, without a copy of a tensor's memory (arguments: see `save`).
 
     Raises:
         UnfamiliarTorchError: This torch saves in a way that is not known here.
@@ -90,7 +103,7 @@ def collect(checkpoint: Any) -> Records:
     if found != _PARAMETERS:
         raise UnfamiliarTorchError(f"torch.serialization._save takes {found}")
     records = Records()
-    save_records(checkpoint, records, _PickleModule, torch.serialization.DEFAULT_PROTOCOL, False)
+    save_records(checkpoint, records, _PickleModule(reductions or {}), torch.serialization.DEFAULT_PROTOCOL, False)
     return records
 
 
@@ -101,6 +114,7 @@ _NO_STORAGE = frozenset(
     {str, int, float, bool, type(None), tuple, list, dict, collections.OrderedDict, torch.Tensor, torch.Size}
     | {torch.dtype, types.FunctionType, types.BuiltinFunctionType, type, type(torch.FloatStorage)}
 )
+_NEVER = object()  # of tensors that nobody promises to keep
 # What torch pickles in the oldest of its ways; newer ones (float8, uint16) have another.
 _DTYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
@@ -109,10 +123,10 @@ _DTYPES = frozenset(
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: Any, protocol: int, storage_id: Callable[[Any], Any]) -> None:
+    def __init__(self, buffer: Any, protocol: int, storage_id: Callable[[Any], Any], reductions: Reductions) -> None:
         super().__init__(buffer, protocol)
         self._storage_id = storage_id
-        self.dispatch_table = {torch.Tensor: _reduce, **copyreg.dispatch_table}
+        self.dispatch_table = {torch.Tensor: partial(_reduce_again, reductions), **copyreg.dispatch_table}
 
     def persistent_id(self, value: Any) -> Any:
         return None if type(value) in _NO_STORAGE else self._storage_id(value)
@@ -123,13 +137,29 @@ class _PickleModule:
 
     __name__ = "pickle"
 
-    class Pickler:
-        def __init__(self, buffer: Any, protocol: int) -> None:
-            self._buffer = buffer
-            self._protocol = protocol
+    def __init__(self, reductions: Reductions) -> None:
+        class Pickler:
+            def __init__(self, buffer: Any, protocol: int) -> None:
+                self._buffer = buffer
+                self._protocol = protocol
 
-        def dump(self, value: Any) -> None:
-            _Pickler(self._buffer, self._protocol, self.persistent_id).dump(value)  # type: ignore[attr-defined]
+            def dump(self, value: Any) -> None:
+                storage_id = self.persistent_id  # type: ignore[attr-defined]
+                _Pickler(self._buffer, self._protocol, storage_id, reductions).dump(value)
+
+        self.Pickler = Pickler
+
+
+def _reduce_again(reductions: Reductions, tensor: torch.Tensor) -> Any:
+    """What `_reduce` returns, kept where it will be asked for again.
+
+    Each is made of some six objects that all live until the pickle is complete: python's garbage collector, which they
+    would bring about a dozen times per save, takes more time than making them.
+    """
+    known = reductions.get(id(tensor), _NEVER)
+    if known is None:
+        known = reductions[id(tensor)] = _reduce(tensor)
+    return _reduce(tensor) if known is _NEVER else known
 
 
 def _reduce(tensor: torch.Tensor) -> Any:

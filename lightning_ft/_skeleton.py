@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_ft._template import Template, UnfitError
-from lightning_ft._weights_only import PLAIN_INT_BITS, PLAIN_LEAVES
+from lightning_ft._weights_only import PLAIN_INT_BITS, PLAIN_LEAVES, is_plain
 
 _UNCHANGING = PLAIN_LEAVES | {bytes}
 _LARGEST_INT = 1 << PLAIN_INT_BITS
@@ -49,14 +49,18 @@ class Skeleton:
         self._root: dict[str, Any] = {}
         self._memo[id(checkpoint)] = self._root
         self._walked: list[tuple[str, Any]] = []
+        self._refilled_ids: list[set[int]] = []
+        self._unindexed: list[tuple[int, list[Tensor]]] = []
         for key, value in checkpoint.items():
             first = len(self.tensors)
             template = templates.get(key) if templates else None
             if template is not None and self._refilled(template, value):
                 self._root[key] = template.copy
             else:
+                if not is_plain(value):
+                    self._index_refilled()
+                    self._walked.append((key, value))
                 self._root[key] = self._copied(value, self._root, key)
-                self._walked.append((key, value))
             if key == "optimizer_states":
                 self.of_optimizers = range(first, len(self.tensors))
             self.odd = self.odd or type(key) is not str
@@ -88,20 +92,27 @@ class Skeleton:
         return made
 
     def _refilled(self, template: Template, value: Any) -> bool:
-        """Whether the copy of `template` can be used; sharing nothing with what was walked before."""
+        """Whether the copy of `template` can be used; sharing nothing with what was copied before."""
         refilled = template.refill(value)
         if refilled is None:
             return False
         tensors, copies = refilled
-        numbers = dict(zip(map(id, tensors), range(len(self.tensors), len(self.tensors) + len(tensors)), strict=True))
-        if len(numbers) < len(tensors) or not numbers.keys().isdisjoint(self._indices):
+        ids = set(map(id, tensors))
+        if len(ids) < len(tensors) or not self._indices.keys().isdisjoint(ids):
             return False
-        if not copies.keys().isdisjoint(self._memo):
+        if not (copies.keys().isdisjoint(self._memo) and all(map(ids.isdisjoint, self._refilled_ids))):
             return False
+        self._refilled_ids.append(ids)
+        self._unindexed.append((len(self.tensors), tensors))
         self.tensors += tensors
-        self._indices.update(numbers)
         self._memo.update(copies)
         return True
+
+    def _index_refilled(self) -> None:
+        """A walk would find what it shares with the parts before it."""
+        for first, tensors in self._unindexed:
+            self._indices.update(zip(map(id, tensors), range(first, first + len(tensors)), strict=True))
+        self._unindexed.clear()
 
     # The walk runs in the main thread at every save: types are compared by identity, most frequent first.
 

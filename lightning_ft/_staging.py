@@ -90,6 +90,8 @@ class Staged:
         """Whether something is in it that ``weights_only=True`` may refuse."""
         self.size_bytes = plan.layout.size_bytes
         """Bytes of all storages; the file is a little larger."""
+        self.reductions = plan.reductions
+        """What its tensors are to a pickle, from save to save."""
         self.blocked_secs = 0.0
         """How long the main thread was held up, so far; the caller may have counted more."""
         self.staging_secs = 0.0

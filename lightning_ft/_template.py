@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from lightning_ft._layout import has_one_storage
 from lightning_ft._weights_only import is_plain
 
 _TENSOR, _LEAF = "tensor", "leaf"
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_KEYS = frozenset({str, int, bool, type(None)})
+_FEW = 8
 
 
 class Template:
@@ -56,39 +60,94 @@ class UnfitError(Exception):
 
 
 class _Mapping:
-    __slots__ = ("_attributes", "_children", "_copy", "_kind", "_names")
+    """A dictionary. Whatever can be asked of all its items in one call is not asked of each."""
+
+    __slots__ = ("_attributes", "_children", "_copy", "_kind", "_names", "_only", "_rows", "_types")
 
     def __init__(self, value: Any, copy: Any, seen: dict[int, Any]) -> None:
         self._kind = type(value)
         self._copy = copy
         self._names = list(value)
+        self._types = list(map(type, self._names))
+        if not _KEYS.issuperset(self._types):  # of others, equal is not always the same
+            raise UnfitError
         self._children = [_child(item, copy.get(name), seen) for name, item in value.items()]
         # `nn.Module.state_dict` leaves the versions of the modules in an attribute of its dictionary.
         attributes = self._kind is OrderedDict and vars(value)
         self._attributes = _Mapping(attributes, vars(copy), seen) if attributes else None
+        kinds = {child if child in (_TENSOR, _LEAF) else "container" for child in self._children}
+        self._only = kinds.pop() if len(kinds) == 1 else ""
+        self._rows = _Rows(self._children) if self._only == "container" and len(self._children) > _FEW else None
 
     def refill(self, value: Any, found: list[Tensor], own: dict[int, Any]) -> bool:
-        if type(value) is not self._kind or len(value) != len(self._names) or id(value) in own:
+        if type(value) is not self._kind or id(value) in own:
             return False
-        own[id(value)] = copy = self._copy
-        for (name, item), expected, child in zip(value.items(), self._names, self._children, strict=True):
-            if name is not expected and (type(name) is not type(expected) or name != expected):
+        own[id(value)] = self._copy
+        if not _same_names(list(value), self._names, self._types):
+            return False
+        if self._attributes is not None:
+            if not self._attributes.refill(vars(value), found, own):
                 return False
-            if child is _TENSOR:
-                kind = type(item)
-                if kind is not Tensor and kind is not torch.nn.Parameter:
-                    return False
-                found.append(item)
-            elif child is _LEAF:
+        elif self._kind is OrderedDict and vars(value):
+            return False
+        if self._only == _TENSOR:
+            found += value.values()
+            return _TENSORS.issuperset(map(type, value.values()))
+        if self._rows is not None and (known := self._rows.refill(list(value.values()), found, own)) is not None:
+            return known
+        return self._refill_each(value, found, own)
+
+    def _refill_each(self, value: Any, found: list[Tensor], own: dict[int, Any]) -> bool:
+        copy = self._copy
+        for (name, item), child in zip(value.items(), self._children, strict=True):
+            if child is _LEAF:
                 if copy[name] is not item:
                     if not is_plain(item):
                         return False
                     copy[name] = item
+            elif child is _TENSOR:
+                if type(item) not in _TENSORS:
+                    return False
+                found.append(item)
             elif not child.refill(item, found, own):
                 return False
-        if self._attributes is not None:
-            return self._attributes.refill(vars(value), found, own)
-        return self._kind is dict or not vars(value)
+        return True
+
+
+class _Rows:
+    """Many dictionaries in one, of tensors only or of plain values only: what optimizers have for each parameter."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        plain = all(type(row) is _Mapping and row._kind is dict for row in rows)
+        self._only = {row._only for row in rows} if plain else set()
+        self._copies = [row._copy for row in rows] if plain else []
+        self._names = list(chain.from_iterable(self._copies))
+        self._types = list(map(type, self._names))
+        self._lengths = list(map(len, self._copies))
+
+    def refill(self, rows: list[Any], found: list[Tensor], own: dict[int, Any]) -> bool | None:
+        """As of a mapping; None: to be found out one by one."""
+        if self._only not in ({_TENSOR}, {_LEAF}):
+            return None
+        if set(map(type, rows)) != {dict} or list(map(len, rows)) != self._lengths:
+            return False
+        if not _same_names(list(chain.from_iterable(rows)), self._names, self._types):
+            return False
+        items = list(chain.from_iterable(map(dict.values, rows)))
+        if self._only == {_TENSOR}:
+            if not _TENSORS.issuperset(map(type, items)):
+                return False
+        elif not all(map(operator.is_, items, chain.from_iterable(map(dict.values, self._copies)))):
+            return None
+        before = len(own)
+        own.update(zip(map(id, rows), self._copies, strict=True))
+        if self._only == {_TENSOR}:
+            found += items
+        return len(own) == before + len(rows)
+
+
+def _same_names(names: list[Any], expected: list[Any], types: list[type]) -> bool:
+    return names == expected and list(map(type, names)) == types
 
 
 class _Sequence:
@@ -106,8 +165,7 @@ class _Sequence:
             return True
         for index, (item, child) in enumerate(zip(value, self._children, strict=True)):
             if child is _TENSOR:
-                kind = type(item)
-                if kind is not Tensor and kind is not torch.nn.Parameter:
+                if type(item) not in _TENSORS:
                     return False
                 found.append(item)
             elif child is _LEAF:
@@ -121,8 +179,7 @@ class _Sequence:
 
 
 def _child(item: Any, copy: Any, seen: dict[int, Any]) -> Any:
-    kind = type(item)
-    if kind is Tensor or kind is torch.nn.Parameter:
+    if type(item) in _TENSORS:
         if not has_one_storage(item):  # it has no place of its own, but another copy each time
             raise UnfitError
         _see(item, seen)
@@ -134,7 +191,7 @@ def _node(value: Any, copy: Any, seen: dict[int, Any]) -> _Mapping | _Sequence:
     _see(value, seen)
     if type(value) is list:
         return _Sequence(value, copy, seen)
-    if type(value) not in (dict, OrderedDict) or not all(map(is_plain, value)):
+    if type(value) not in (dict, OrderedDict):
         raise UnfitError
     return _Mapping(value, copy, seen)
 

@@ -16,6 +16,7 @@ from lightning_ft._engine import SaveTask, Writer
 from lightning_ft._names import split
 from lightning_ft._read_back import ReadBackDepth
 from lightning_ft._save_times import SaveTimes
+from lightning_ft._serialise import Reductions
 from lightning_ft.errors import CorruptCheckpointError
 from lightning_ft.manifest import EOCD_BYTES, Manifest
 from lightning_ft.storage import Attempt, Storage
@@ -31,6 +32,10 @@ class _NoCopy:
     size_bytes: int
     blocked_secs: float = 0.0
     staging_secs: float = 0.0
+
+    @property
+    def reductions(self) -> Reductions:
+        return {}
 
     def wait(self) -> dict[str, Any]:
         return {}

@@ -91,7 +91,7 @@ def untouchable(info: CheckpointInfo, run_id: str) -> str | None:
     if info.manifest is None:
         return "written by another tool"
     if info.manifest.run_id != run_id:
-        return f"belongs to run {info.manifest.run_id}"
+        return f"belongs to run {info.manifest.run_id}" if info.manifest.run_id else "belongs to no run"
     if parse_checkpoint_name(info.name) is None:
         # Saved by the user, or by a ModelCheckpoint beside us that rotates its own files.
         return "its name was given by somebody else"

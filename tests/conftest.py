@@ -25,8 +25,8 @@ __all__ = ["chaos", "poor_s3", "proxy", "rclone", "s3", "seaweed"]
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "needs(what, ...): skipped where the machine lacks root, mount, Python.h, s3fs or a tool; with CI=true that "
-        "fails",
+        "needs(what, ...): skipped where the machine lacks root, mount, loop (devices), fuse, Python.h, s3fs or a "
+        "tool; with CI=true that fails",
     )
 
 
@@ -52,7 +52,11 @@ def _has(what: str) -> bool:
         return os.geteuid() == 0
     if what == "mount":
         return _can_mount()
-    if what == "s3fs":
+    if what == "loop":
+        return _can_mount() and subprocess.run(["losetup", "-f"], capture_output=True, check=False).returncode == 0
+    if what == "fuse":
+        return os.path.exists("/dev/fuse") and _can_mount()
+    if what in ("mfusepy", "s3fs"):
         return importlib.util.find_spec(what) is not None
     if what == "Python.h":
         return os.path.exists(os.path.join(sysconfig.get_path("include"), what))

@@ -114,7 +114,7 @@ def _measure(samples: Samples, plan: Plan, scratch: str) -> None:
             samples.add(f"restart.{way}", fresh.call(restart.measure, path, way, plan.threads))
     shutil.rmtree(checkpoints)
     for contender in CONTENDERS:
-        if contender == "none":
+        if contender in ("none", "floor"):
             continue
         _say(f"memory: {contender}")
         saves = plan.memory_saves if contender == "overlap" else plan.other_memory_saves

@@ -90,6 +90,8 @@ class Saver:
     """Before that call, after it, or with half of the bytes of a write written."""
     broken: str = ""
     steps: int = 5
+    numbers: int = 1000
+    """Of the smaller of two tensors in every checkpoint."""
 
     @property
     def log(self) -> str:
@@ -131,6 +133,11 @@ def _save_all(saver: Saver, first_commit: Any) -> None:
         KillSwitch(saver.kill_event)
     if saver.kill_call:
         _kill_at_call(saver.kill_call, saver.how)
+    save_steps(saver)
+
+
+def save_steps(saver: Saver) -> None:
+    """What `saver` is to do was done, in this process and by its rules."""
     Storage().remove_leftovers(saver.dirpath)
     good = ft.last_good(saver.dirpath)
     first = good.manifest.step if good is not None and good.manifest is not None else 0
@@ -141,20 +148,20 @@ def _save_all(saver: Saver, first_commit: Any) -> None:
         options = None
         if saver.rotates == "callback":
             options = SaveOptions(partial(rotation.rotate, saver.dirpath, path, RUN_ID, Retention(saver.keep), None))
-        plugin.save_checkpoint(_checkpoint(step), path, options)
+        plugin.save_checkpoint(checkpoint(step, saver.numbers), path, options)
         previous.append(path)
         if saver.rotates == "user" and len(previous) > saver.keep:
             plugin.remove_checkpoint(previous.pop(0))
     plugin.teardown()
 
 
-def _checkpoint(step: int) -> dict[str, Any]:
+def checkpoint(step: int, numbers: int = 1000) -> dict[str, Any]:
     """What a run of ours would hand to the plugin, as far as the plugin looks at it."""
     ours = {
         "generation": uuid.uuid4().hex, "run_id": RUN_ID, "start": 1, "step": step, "batch": step,
         "reason": "periodic", "boundary": "step", "parent": None,
     }  # fmt: skip
-    weights = {"w": torch.full((1000,), float(step)), "v": torch.full((1500,), -float(step))}
+    weights = {"w": torch.full((numbers,), float(step)), "v": torch.full((numbers * 3 // 2,), -float(step))}
     return {"state_dict": weights, "global_step": step, "epoch": 0, KEY: ours}
 
 

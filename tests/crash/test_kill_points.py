@@ -49,7 +49,7 @@ def checked_trainer(dirpath: str, keep: int) -> L.Trainer:
     )
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("event", events.KILL_POINTS)
 def test_training_killed_at(event: str, keep: int, tmp_path: Path) -> None:
     """Killed at the first such event of a fresh run, and at the first and second of runs that were resumed."""

@@ -209,6 +209,22 @@ def test_torch_is_not_asked_about_what_is_no_storage(monkeypatch: pytest.MonkeyP
     assert len(asked) < 50
 
 
+def test_what_tensors_are_to_a_pickle_is_found_out_once_for_those_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = [torch.ones(2, 3).t(), torch.ones(4, dtype=torch.float64), torch.ones(5, requires_grad=True)]
+    reductions: _serialise.Reductions = dict.fromkeys(map(id, kept))
+    reduce, asked = _serialise._reduce, []
+    monkeypatch.setattr(_serialise, "_reduce", lambda tensor: asked.append(id(tensor)) or reduce(tensor))
+    for number in range(4):
+        checkpoint = {"kept": kept, "again": kept[0], "other": torch.full((number + 1,), 1.0)}
+        before = len(asked)
+        found = [(name, bytes(data)) for name, data, _ in _serialise.collect(checkpoint, reductions).found]
+        assert len(asked) - before == (4 if number == 0 else 1)
+        assert found == [(name, bytes(data)) for name, data, _ in _serialise.collect(checkpoint).found]
+    assert len(reductions) == len(kept)
+
+
 @pytest.mark.parametrize("value", [lambda: None, [torch.ones(3), lambda: None]], ids=["function", "nested"])
 def test_what_cannot_be_pickled_is_not_begun(value: Any) -> None:
     sink = Pieces()

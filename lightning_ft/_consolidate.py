@@ -1,0 +1,241 @@
+"""One file from whatever a checkpoint is: a `.ckpt` with a manifest, or the weights alone as `.safetensors`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import secrets
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_ft.__about__ import __version__
+from lightning_ft._attempt import CHUNK_BYTES, make_dirs, sync_dir
+from lightning_ft._check import check
+from lightning_ft._contents import Contents, opened, read_contents, read_tail
+from lightning_ft._descriptions import TensorDescription, dotted
+from lightning_ft._names import attempt_name, is_local, join, split
+from lightning_ft.errors import CheckpointError, CorruptCheckpointError
+from lightning_ft.manifest import Manifest
+from lightning_ft.storage import Storage
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[int], None]
+
+DCP_METADATA = ".metadata"
+SUFFIXES = (".ckpt", ".safetensors")
+# How Lightning names the number of batches trained, among its loops.
+_BATCHES = ("loops", "fit_loop", "epoch_loop.batch_progress", "total", "processed")
+
+
+def consolidate(storage: Storage, source: str, target: str, progress: Progress) -> Manifest | None:
+    """`target` holds what `source` does, whole, and durable where that means something; or this raises.
+
+    On disk after: `target`, replaced at once if it was there. After an error what was there before.
+
+    Args:
+        storage: Where both are.
+        source: A checkpoint file, or a local directory of `torch.distributed.checkpoint`.
+        target: Its suffix, one of `SUFFIXES`, decides what is written.
+        progress: Called with the number of bytes read since the last call.
+
+    Returns:
+        The manifest of a `.ckpt`; None for `.safetensors`.
+
+    Raises:
+        CheckpointError: `source` is damaged, or nothing that is known here.
+        ImportError: torch, lightning or safetensors is needed for this and not there.
+    """
+    sharded = not storage.is_file(source)
+    if target.endswith(".safetensors"):
+        tensors, facts = (_weights_of_shards if sharded else _weights_of_file)(storage, source, progress)
+        _write_safetensors(storage, target, tensors, facts)
+        return None
+    if sharded:
+        return _save_shards(storage, source, target)
+    return _copy_archive(storage, source, target, progress)
+
+
+# -- from a file to a `.ckpt`: the archive stays as it is, byte for byte, and gets a manifest ------------------------
+
+
+def _copy_archive(storage: Storage, source: str, target: str, progress: Progress) -> Manifest:
+    """Memory: one chunk. Nothing of the pickle is executed, and torch is not needed."""
+    _refuse_damaged(storage, source, progress)
+    contents = read_contents(storage, source)
+    with storage.open_read(source) as file, storage.open_attempt(target) as attempt:
+        total_bytes, manifest = read_tail(file, source)
+        with opened(file, source) as archive:
+            comment_bytes = len(archive.comment)
+        left = total_bytes - comment_bytes - 2
+        file.seek(0)
+        while left:
+            chunk = file.read(min(left, CHUNK_BYTES))
+            if not chunk:
+                raise CorruptCheckpointError(source, "became shorter while it was read")
+            attempt.write(chunk)
+            left -= len(chunk)
+        attempt.write(b"\0\0")  # in place of the length of the comment
+
+        def make_manifest(size_bytes: int, digest: str) -> Manifest:
+            if manifest is None:
+                return _new_manifest(contents, size_bytes, digest)
+            if (size_bytes, digest) != (manifest.size_bytes, manifest.digest):
+                raise CorruptCheckpointError(source, "changed while it was read")
+            return manifest
+
+        return attempt.commit(make_manifest)
+
+
+def _refuse_damaged(storage: Storage, source: str, progress: Progress) -> None:
+    finding = check(storage, source, "full", progress)
+    if finding.bad:
+        parts = "; ".join(f"{damage.part}: {damage.reason}" for damage in finding.damages)
+        raise CorruptCheckpointError(source, f"{finding.problem} ({parts})" if parts else str(finding.problem))
+
+
+def _new_manifest(contents: Contents | None, size_bytes: int, digest: str, step: int = 0, epoch: int = 0) -> Manifest:
+    """Of the state of no run that could be continued: what a restart also needs was never saved."""
+    batch = 0
+    if contents is not None:
+        step, epoch = contents.step or 0, contents.epoch or 0
+        batch = next((leaf for path, leaf in contents.leaves if path == _BATCHES and isinstance(leaf, int)), 0)
+    return Manifest(
+        generation=uuid.uuid4().hex, run_id="", start=0, step=step, batch=batch, epoch=epoch, reason="consolidated",
+        boundary="none", created=datetime.now(timezone.utc).isoformat(timespec="seconds"), size_bytes=size_bytes,
+        digest=digest, versions={"lightning_ft": __version__, "python": platform.python_version()},
+    )  # fmt: skip
+
+
+# -- from shards -----------------------------------------------------------------------------------------------------
+
+
+def load_shards(storage: Storage, source: str) -> dict[str, Any]:
+    """The dictionary that plain Lightning would load, from a directory of `torch.distributed.checkpoint`.
+
+    Memory: all of it. torch reads ``.metadata`` as a pickle, which can execute anything: from trusted places only.
+
+    Raises:
+        CheckpointError: `source` is no such directory, or no local one.
+    """
+    if not is_local(source):
+        raise CheckpointError(f"{source}: shards are read from local directories only; copy it to one first")
+    if not storage.exists(join(source, DCP_METADATA)):
+        raise CheckpointError(f"{source} is neither a checkpoint file nor a sharded one: it has no {DCP_METADATA}")
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        checkpoint = _load_distributed_checkpoint(Path(source))
+    # torch raises anything for shards that are missing or cut off, and its own class is no `Exception`.
+    except (Exception, CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = f"its shards cannot be read: {type(cause).__name__}: {cause}"
+        raise CorruptCheckpointError(source, reason) from error
+    # As `lightning.pytorch.utilities.consolidate_checkpoint` does for what its FSDP strategy wrote.
+    if "model" in checkpoint and "state_dict" not in checkpoint:
+        checkpoint["state_dict"] = checkpoint.pop("model")
+    names = sorted((n for n in checkpoint if re.fullmatch("optimizer_[0-9]+", n)), key=lambda n: int(n[10:]))
+    if names:
+        checkpoint["optimizer_states"] = [checkpoint.pop(name) for name in names]
+    return checkpoint
+
+
+def _save_shards(storage: Storage, source: str, target: str) -> Manifest:
+    checkpoint = load_shards(storage, source)
+    from lightning_ft import _serialise
+
+    step, epoch = (value if isinstance(value, int) else 0 for value in map(checkpoint.get, ("global_step", "epoch")))
+    with storage.open_attempt(target) as attempt:
+        _serialise.save(checkpoint, attempt)
+        return attempt.commit(lambda size_bytes, digest: _new_manifest(None, size_bytes, digest, step, epoch))
+
+
+# -- to `.safetensors` -----------------------------------------------------------------------------------------------
+
+
+def _weights_of_file(
+    storage: Storage, source: str, progress: Progress
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    from lightning_ft._tensors import TensorReader
+
+    _refuse_damaged(storage, source, progress)
+    contents = read_contents(storage, source)
+    found = [
+        (dotted(path[1:]), leaf)
+        for path, leaf in contents.leaves
+        if path[0] == "state_dict" and isinstance(leaf, TensorDescription)
+    ]
+    if not found:
+        raise CheckpointError(f"{source} has no state_dict with tensors in it")
+    with TensorReader(storage, contents) as reader:
+        tensors = {name: _own(reader.read(leaf)) for name, leaf in found}
+    facts = {"step": str(contents.step), "epoch": str(contents.epoch)}
+    if contents.manifest is not None:
+        facts["generation"] = contents.manifest.generation
+    return tensors, facts
+
+
+def _weights_of_shards(
+    storage: Storage, source: str, progress: Progress
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    import torch
+
+    checkpoint = load_shards(storage, source)
+    weights = checkpoint.get("state_dict", {})
+    tensors = {name: _own(value) for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise CheckpointError(f"{source} has no state_dict with tensors in it")
+    return tensors, {"step": str(checkpoint.get("global_step")), "epoch": str(checkpoint.get("epoch"))}
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory of its own: safetensors knows no shared and no strided tensors, so tied weights are written twice."""
+    return tensor.detach().clone(memory_format=_contiguous())
+
+
+def _contiguous() -> Any:
+    import torch
+
+    return torch.contiguous_format
+
+
+def _write_safetensors(
+    storage: Storage, target: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]
+) -> None:
+    """Not through `Storage.open_attempt`, which commits archives only; by the same steps."""
+    try:
+        from safetensors.torch import save, save_file
+    except ImportError as error:
+        raise ImportError(
+            "safetensors is needed to write this: pip install 'lightning-ft[safetensors]'", name="safetensors"
+        ) from error
+    metadata = {"format": "pt", **facts}
+    if not is_local(target):
+        # A store publishes an object whole or not at all.
+        import fsspec
+
+        fs, _ = fsspec.core.url_to_fs(target, **storage.storage_options)
+        fs.pipe_file(target, save(dict(tensors), metadata))
+        return
+    dirpath, name = split(target)
+    make_dirs(dirpath)
+    attempt = join(dirpath, attempt_name(name, secrets.token_hex(8)))
+    try:
+        save_file(dict(tensors), attempt, metadata)
+        fd = os.open(attempt, os.O_RDWR)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(attempt, target)
+        sync_dir(dirpath)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # renamed
+            os.unlink(attempt)

@@ -1,0 +1,194 @@
+"""`lightning-ft show`: what is in a checkpoint, without loading it and without executing anything in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from lightning_ft._contents import Contents, read_contents
+from lightning_ft._descriptions import Name, Placeholder, StorageDescription, TensorDescription, dotted
+from lightning_ft.cli import options
+from lightning_ft.cli.exits import Code, reported
+from lightning_ft.cli.options import AsJson, StorageOptions
+from lightning_ft.cli.output import Output, count, size
+from lightning_ft.storage import Storage
+
+_UNKNOWN_SHOWN = 10
+_LONGEST_VALUE = 100
+
+
+def add_to(app: typer.Typer) -> None:
+    """`app` has the command."""
+    app.command("show", short_help="Manifest, tensors and sizes of one checkpoint", epilog=EPILOG)(show)
+
+
+EPILOG = """\b
+Objects of classes that are not plain data appear as <module.Class>: the
+class is not imported. Sizes count each storage once, at the first key that
+holds it.
+
+\b
+Examples:
+  lightning-ft show runs/1/step=00001000.ckpt
+  lightning-ft show runs/1/step=00001000.ckpt --values
+  lightning-ft show s3://bucket/run1/step=00001000.ckpt --only state_dict
+  lightning-ft show epoch=3.ckpt --json | jq '.tensors[].name'
+
+\b
+JSON:
+  path, size_bytes, step, epoch, manifest (null: not ours), totals: [key,
+  size_bytes, tensors, values], tensors: [name, dtype, shape, size_bytes,
+  record], values: [name, value] (with --values), placeholders: [name]
+
+\b
+Exit code: 0 if it could be read; 1 if it is damaged where it was read (for
+the whole of it: lightning-ft verify); 3 if there is no such file.
+"""
+
+
+@reported("show")
+def show(
+    url: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint: ours or of plain Lightning, path or URL.")],
+    only: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Only what is under this key: state_dict, optimizer_states.0, ...")
+    ] = None,
+    values: Annotated[bool, typer.Option("--values", help="Numbers, strings and other values, too.")] = False,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> Code:
+    """Show manifest, topology, and the tensors of a checkpoint with shapes, dtypes and sizes.
+
+    Reads the table of contents and the pickle, not the tensors.
+    """
+    chosen = options.storage_options(storage_option)
+    path = options.location(url, chosen, "FILE")
+    storage = Storage(chosen)
+    options.existing(storage, path, "FILE", "file")
+    if not storage.is_file(path):
+        raise typer.BadParameter(f"{path} is a directory: lightning-ft list shows its checkpoints", param_hint="FILE")
+    contents = read_contents(storage, path)
+    leaves = [(dotted(key), leaf) for key, leaf in contents.leaves]
+    if only is not None:
+        leaves = [(name, leaf) for name, leaf in leaves if name == only or name.startswith(f"{only}.")]
+        if not leaves:
+            keys = ", ".join(sorted({str(key[0]) for key, _ in contents.leaves if key}))
+            raise typer.BadParameter(f"{path} has no key {only}; at the top there are {keys}", param_hint="--only")
+    _answer(Output(as_json), contents, leaves, with_values=values)
+    return Code.FINE
+
+
+def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], with_values: bool) -> None:
+    tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, TensorDescription)]
+    others = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, TensorDescription)]
+    totals = _totals(contents)
+    manifest = contents.manifest
+    output.document(
+        "show",
+        path=contents.path,
+        size_bytes=contents.size_bytes,
+        step=contents.step,
+        epoch=contents.epoch,
+        manifest=dataclasses.asdict(manifest) if manifest is not None else None,
+        totals=totals,
+        tensors=[
+            {
+                "name": name, "dtype": t.dtype, "shape": list(t.shape), "size_bytes": t.size_bytes,
+                "record": f"data/{t.storage.key}",
+            }
+            for name, t in tensors
+        ],
+        **({"values": [{"name": name, "value": jsonable(leaf)} for name, leaf in others]} if with_values else {}),
+        placeholders=sorted(contents.unknown),
+    )  # fmt: skip
+    output.line(contents.path, "bold")
+    output.line()
+    output.table(("what", "value"), _facts(contents))
+    output.line()
+    output.table(
+        ("key", "size", "tensors", "values"),
+        [[t["key"], size(t["size_bytes"]), str(t["tensors"]), str(t["values"])] for t in totals],
+        frozenset({"size", "tensors", "values"}),
+    )
+    output.line()
+    output.table(
+        ("tensor", "dtype", "shape", "size"),
+        [[name, t.dtype, " x ".join(map(str, t.shape)) or "scalar", size(t.size_bytes)] for name, t in tensors],
+        frozenset({"size"}),
+    )
+    if with_values:
+        output.line()
+        output.table(("value", ""), [[name, short(leaf)] for name, leaf in others])
+    if contents.unknown:
+        names = sorted(contents.unknown)
+        more = f" and {len(names) - _UNKNOWN_SHOWN} more" if len(names) > _UNKNOWN_SHOWN else ""
+        output.line()
+        output.line(f"not imported: {', '.join(names[:_UNKNOWN_SHOWN])}{more}", "yellow")
+
+
+def _facts(contents: Contents) -> list[list[str]]:
+    manifest = contents.manifest
+    facts = [["size", size(contents.size_bytes)]]
+    if manifest is None:
+        facts.append(["manifest", "none: written by plain Lightning or another tool"])
+        for name, value in (("step", contents.step), ("epoch", contents.epoch)):
+            facts.append([name, "-" if value is None else str(value)])
+        return facts
+    facts += [
+        ["step", f"{manifest.step} (batch {manifest.batch}, epoch {manifest.epoch})"],
+        ["saved after", {"step": "a step", "epoch": "an epoch"}.get(manifest.boundary, "no boundary: in the middle")],
+        ["saved because", manifest.reason],
+        ["saved at", manifest.created],
+        ["run", f"{manifest.run_id or 'none'}, start {manifest.start}"],
+        ["generation", manifest.generation],
+        ["continues", manifest.parent or "nothing: the run began here"],
+        ["topology", _pairs(manifest.topology)],
+        ["written by", _pairs(manifest.versions)],
+        ["cost", ", ".join(f"{n[:-5]} {v * 1000:.1f} ms" for n, v in manifest.metrics.items() if n.endswith("_secs"))],
+        ["digest", f"{manifest.digest} of {manifest.size_bytes} bytes"],
+    ]  # fmt: skip
+    return [fact for fact in facts if fact[1]]
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _totals(contents: Contents) -> list[dict[str, Any]]:
+    """Per key at the top: bytes of storages not counted before, tensors, and other values."""
+    totals: dict[str, dict[str, Any]] = {}
+    counted: set[str] = set()
+    for key, leaf in contents.leaves:
+        name = str(key[0]) if key else "(all)"
+        total = totals.setdefault(name, {"key": name, "size_bytes": 0, "tensors": 0, "values": 0})
+        if not isinstance(leaf, TensorDescription):
+            total["values"] += 1
+            continue
+        total["tensors"] += 1
+        if leaf.storage.key not in counted:
+            counted.add(leaf.storage.key)
+            total["size_bytes"] += leaf.storage.size_bytes
+    return list(totals.values())
+
+
+def jsonable(leaf: Any) -> Any:
+    """A value of a checkpoint as JSON can say it; what it cannot, as text."""
+    if leaf is None or isinstance(leaf, (bool, int, str)):
+        return leaf
+    if isinstance(leaf, float):
+        # JSON has no word for these.
+        return leaf if leaf == leaf and abs(leaf) != float("inf") else repr(leaf)
+    if isinstance(leaf, (list, tuple, dict)):
+        return {} if isinstance(leaf, dict) else []  # only empty ones are leaves
+    return short(leaf)
+
+
+def short(leaf: Any) -> str:
+    """A value of a checkpoint on one line."""
+    if isinstance(leaf, (Name, Placeholder)):
+        return f"<{leaf.qualified}>"
+    if isinstance(leaf, StorageDescription):
+        return f"storage of {count(leaf.numel, leaf.dtype)}"
+    text = repr(leaf)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
