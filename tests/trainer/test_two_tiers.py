@@ -348,7 +348,7 @@ def break_it(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_from_the_newest_of_both(place: Place) -> None:
+def test_g7_from_the_newest_of_both(place: Place) -> None:
     crashed(place)
     assert (place.steps(place.local), place.steps(place.remote)) == ([5, 6], [4])
     with runs.recorded() as seen:

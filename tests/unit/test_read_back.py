@@ -145,7 +145,7 @@ def test_the_disk_is_asked_and_not_the_page_cache(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("depth", ["size", "full"])
-def test_on_an_object_store(depth: Any, seen: list[events.Event]) -> None:
+def test_e8_on_an_object_store(depth: Any, seen: list[events.Event]) -> None:
     with runs.memory() as url:
         path = f"{url}/a.ckpt"
         assert not written(path, depth).failed

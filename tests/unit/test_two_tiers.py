@@ -162,7 +162,7 @@ def test_the_newest_good_one_of_both(local: list[Any], remote: list[Any], chosen
     assert discovery.verify(found.path).problem is None
 
 
-def test_a_local_copy_with_another_digest_gives_way(tmp_path: Path) -> None:
+def test_g7_a_local_copy_with_another_digest_gives_way(tmp_path: Path) -> None:
     put(tmp_path / "remote", 3)
     save(f"{tmp_path}/local/{checkpoint_name(3)}", b"other", step=3, batch=3, generation=f"{3:032d}", **A)
     chosen = _two_tiers.select(str(tmp_path / "local"), str(tmp_path / "remote")).chosen
