@@ -60,15 +60,17 @@ class Plans:
         self._free.clear()
 
     def _known(self, checkpoint: dict[str, Any]) -> Prepared | None:
-        plan = self._free[0] if self._free else None
-        if plan is None or plan.alike is None:
+        if not self._free:
             return None
-        skeleton = Skeleton(checkpoint, plan.templates)
-        addresses = plan.alike.addresses(skeleton.tensors)
-        if addresses is None:
-            return None
-        self._free.remove(plan)
-        return plan, skeleton, addresses
+        plan = self._free.pop(0)  # now: a handler of a signal may save, too, and its copy must be another one
+        addresses = None
+        try:
+            skeleton = Skeleton(checkpoint, plan.templates)
+            addresses = plan.alike.addresses(skeleton.tensors) if plan.alike is not None else None
+        finally:
+            if addresses is None:
+                self._free.insert(0, plan)
+        return None if addresses is None else (plan, skeleton, addresses)
 
     def _made(self, checkpoint: dict[str, Any]) -> Prepared:
         skeleton = Skeleton(checkpoint)

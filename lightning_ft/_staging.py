@@ -379,11 +379,11 @@ class Stager:
         staged = Staged(self, plan, skeleton, addresses, late, began)
         try:
             staged._take(skeleton, late, check=not self._checked)
+            plan.templates.update(skeleton.templates())
         except BaseException:
             staged.release()
             raise
         self._checked = self._checked or bool(staged._watched)
-        plan.templates.update(skeleton.templates())
         self._pending = staged
         staged.blocked_secs = time.monotonic() - staged._began
         if late is None and not staged._events:
