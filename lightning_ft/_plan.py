@@ -38,10 +38,10 @@ class Late:
         """What an optimizer step changes, and nothing else does.
 
         A parameter that no optimizer has (a frozen one, a momentum encoder) is not among them: whatever changes it
-        does so in the forward pass.
+        does so in the forward pass. Nor is one of a single element: a temperature is often kept within bounds there.
         """
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in groups for p in group["params"] if p.requires_grad and p.numel() > 1]
         # Whoever schedules a learning rate that is a tensor writes into it when a batch starts, or just before a step.
         settings = [t for g in groups for name, value in g.items() if name != "params" for t in _tensors(value)]
         return cls(_addresses(trained), _addresses(tree.changed_in_forward() + settings), optimizer_steps)

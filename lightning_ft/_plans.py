@@ -82,14 +82,15 @@ class Plans:
 
     def _plan_for(self, entries: Signature) -> Plan:
         pinned = any(is_streamed(device) for device in {entry[2] for entry in entries if entry})
-        free = [plan for plan in self._free if plan.buffers.pinned == pinned]
-        same = [plan for plan in free if plan.entries == entries]
-        if not free:
-            self._free.clear()  # of another kind, if any
-            self.made += 1
-            return Plan(entries, Buffers(pinned))
-        plan = (same or free)[0]
-        self._free.remove(plan)
-        if not same:
-            plan.arrange(entries)
-        return plan
+        while free := [plan for plan in self._free if plan.buffers.pinned == pinned]:
+            plan = next((plan for plan in free if plan.entries == entries), free[0])
+            try:
+                self._free.remove(plan)
+            except ValueError:  # the handler of a signal has taken it, in the main thread
+                continue
+            if plan.entries != entries:
+                plan.arrange(entries)
+            return plan
+        self._free.clear()  # of another kind, if any
+        self.made += 1
+        return Plan(entries, Buffers(pinned))

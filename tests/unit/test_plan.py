@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.large = nn.Parameter(torch.ones(1024 * KIB))
         self.frozen = nn.Parameter(torch.ones(4 * KIB), requires_grad=False)
         self.unlisted = nn.Parameter(torch.ones(4 * KIB))
+        self.temperature = nn.Parameter(torch.ones(()))
         self.shared = nn.Parameter(torch.ones(8 * KIB))
         self.register_buffer("running", torch.ones(4 * KIB))
         self.register_buffer("window", self.shared.detach()[:10])
@@ -76,7 +77,7 @@ def test_what_is_late() -> None:
     model, optimizer, skeleton, plan = made()
     now, late = plan.parts(Late.of(ModuleTree(model), [optimizer], 1), skeleton.of_optimizers)
     state = [t for p in optimizer.state.values() for t in p.values()]
-    assert len(state) == 12  # three each of trained, small, large, shared
+    assert len(state) == 15  # three each of trained, small, large, shared, temperature
     assert addresses(plan, late) == storages([model.trained, model.small, model.large, *state])
     assert sorted([*now.extents, *late.extents]) == list(range(len(plan.layout.extents)))
     assert not set(now.extents) & set(late.extents)
