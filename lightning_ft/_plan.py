@@ -74,9 +74,13 @@ class Work:
         return [*self.grouped, *self.raw, *(index for indices in self.device.values() for index in indices)]
 
     def sources(self, extents: Sequence[Extent], addresses: Sequence[int]) -> list[Tensor]:
-        """The bytes at the addresses of those that are copied in groups; kept, and theirs is none of the memory.
+        """The bytes at `addresses` of what is copied in groups; the same tensors again while they lie there.
 
-        Only to be used as long as somebody else holds it.
+        The memory is not theirs: they are good for as long as the training, or somebody else, holds it.
+
+        Args:
+            extents: Of the whole layout.
+            addresses: Of each tensor's storage, now.
         """
         wanted = [addresses[extents[index].tensor] for index in self.grouped]
         if wanted != self._addresses:

@@ -5,7 +5,7 @@ One save with ``staging="overlap"``, who does what, and what is true after it::
     step                        thread    afterwards
     --------------------------  --------  ----------------------------------------------------------------
     stage(): structure          main      plain values, lists and objects are copied, tensors have a place
-    stage(): at-once copies     main      module buffers and unusual tensors are copied
+    stage(): at-once copies     main      what the forward pass may change, and unusual tensors, are copied
     stage(): late copies begin  main      (they run on in another thread, on a device on a stream)
     late copies                 stager    parameters and optimizer state are copied
     finish()                    main      nothing will be read any more: the optimizer may step
@@ -371,6 +371,9 @@ class Stager:
         Args:
             checkpoint: What Lightning made for a save.
             late: What may be copied after this has returned, until `finish`; None: nothing.
+
+        Raises:
+            Exception: What an object raises that cannot be copied; no memory is held for the snapshot then.
         """
         began = time.monotonic()
         self.finish()

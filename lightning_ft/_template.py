@@ -21,7 +21,7 @@ from lightning_ft._weights_only import is_plain
 _TENSOR, _LEAF = "tensor", "leaf"
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _KEYS = frozenset({str, int, bool, type(None)})
-_FEW = 8
+_FEW = 8  # dictionaries: up to so many are quicker asked one by one than together
 
 
 class Template:

@@ -38,11 +38,11 @@ from tests.trainer.runs import fit, trainer
 from tests.unit._late import LastMoment
 
 WIDTH = 64
-"""Layers of 64 x 64 float32 are 16 KiB: large enough to be copied late."""
+"""Layers of 64 x 64 float32 are 16 KiB, their biases 256 bytes: both are copied late."""
 
 
 class Wide(L.LightningModule):
-    """Weights, moments and BatchNorm buffers that are large enough; what a subclass does not say is Adam."""
+    """Weights, moments and BatchNorm buffers; what a subclass does not say is Adam."""
 
     def __init__(self) -> None:
         super().__init__()
