@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_ft._layout import has_one_storage
-from lightning_ft._weights_only import is_plain
+from lightning_ft._weights_only import are_plain, is_plain
 
 _TENSOR, _LEAF = "tensor", "leaf"
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
@@ -74,7 +74,7 @@ class _Mapping:
         self._types = list(map(type, self._names))
         if not _KEYS.issuperset(self._types):  # of others, equal is not always the same
             raise UnfitError
-        if not all(map(is_plain, self._names)) or self._names != list(copy):  # another thread may have changed it
+        if not are_plain(self._names) or self._names != list(copy):  # another thread may have changed it
             raise UnfitError
         self._children = [_child(item, copy[name]) for name, item in value.items()]
         # `nn.Module.state_dict` leaves the versions of the modules in an attribute of its dictionary.
@@ -162,13 +162,17 @@ class _Sequence:
         self._copy = copy
         if len(value) != len(copy):  # another thread has changed it
             raise UnfitError
-        self._children = list(map(_child, value, copy))
+        self._children = None if are_plain(value) else list(map(_child, value, copy))
 
     def refill(self, value: Any, found: list[Tensor], own: dict[int, Any]) -> bool:
-        if type(value) is not list or len(value) != len(self._children) or id(value) in own:
+        if type(value) is not list or len(value) != len(self._copy) or id(value) in own:
             return False
         own[id(value)] = copy = self._copy
-        if all(map(operator.is_, value, copy)):  # leaves, and all the same: whatever else there is was copied
+        if self._children is None:
+            if not all(map(operator.is_, value, copy)):
+                if not are_plain(value):
+                    return False
+                copy[:] = value
             return True
         for index, (item, child) in enumerate(zip(value, self._children, strict=True)):
             if child is _TENSOR:
