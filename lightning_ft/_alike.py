@@ -48,6 +48,11 @@ class Alike:
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:  # of a torch that has other ones
             _log.debug("every save looks at each tensor anew: %s", error)
 
+    @property
+    def can_tell(self) -> bool:
+        """Whether `addresses` is ever of use for such tensors."""
+        return self._guards is not None
+
     def addresses(self, tensors: Sequence[Tensor]) -> list[int] | None:
         """Of the storages of `tensors`, if these have the signature; None: they have another one, or nobody knows."""
         if self._guards is None or len(tensors) != len(self._sizes):

@@ -118,7 +118,7 @@ class Plan:
         self.reductions: Reductions = {}
         self.entries = entries
         self.alike: Alike | None = None
-        """Tells whether tensors have the signature; None until somebody has made it."""
+        """Tells whether tensors have the signature; None if nobody can, or nobody has made it yet."""
         self.templates: dict[str, Template] = {}
         """Copies of parts of a checkpoint, with `targets` in them."""
         self.layout = lay_out(entries, PINNED_BLOCK_BYTES if self.buffers.pinned else None)

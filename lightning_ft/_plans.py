@@ -65,8 +65,9 @@ class Plans:
         plan = self._free.pop(0)  # now: a handler of a signal may save, too, and its copy must be another one
         addresses = None
         try:
-            skeleton = Skeleton(checkpoint, plan.templates)
-            addresses = plan.alike.addresses(skeleton.tensors) if plan.alike is not None else None
+            if plan.alike is not None:
+                skeleton = Skeleton(checkpoint, plan.templates)
+                addresses = plan.alike.addresses(skeleton.tensors)
         finally:
             if addresses is None:
                 self._free.insert(0, plan)
@@ -77,7 +78,8 @@ class Plans:
         entries, addresses = signature(skeleton.tensors)
         plan = self._plan_for(entries)
         plan.templates = {}
-        plan.alike = Alike(skeleton.tensors, entries)
+        alike = Alike(skeleton.tensors, entries)
+        plan.alike = alike if alike.can_tell else None
         return plan, skeleton, addresses
 
     def _plan_for(self, entries: Signature) -> Plan:

@@ -382,7 +382,8 @@ class Stager:
         staged = Staged(self, plan, skeleton, addresses, late, began)
         try:
             staged._take(skeleton, late, check=not self._checked)
-            plan.templates.update(skeleton.templates())
+            if plan.alike is not None:  # else they would never be asked for
+                plan.templates.update(skeleton.templates())
         except BaseException:
             staged.release()
             raise
