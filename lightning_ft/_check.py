@@ -13,7 +13,7 @@ import xxhash
 
 from lightning_ft._contents import has_checksums, opened, read_tail
 from lightning_ft._damage import CHUNK_BYTES, Damage, locate
-from lightning_ft._names import normalise, split
+from lightning_ft._names import is_local, normalise, split
 from lightning_ft.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
@@ -91,6 +91,8 @@ def check(
     except CheckpointError as error:
         return _finding(path, "broken", str(error), size_bytes=_size(storage, path))
     except FileNotFoundError:
+        if is_local(path) and os.path.islink(path):
+            return _finding(path, "unreadable", f"a link to {os.readlink(path)}, which is not there")
         return _finding(path, "missing", "no such file")
     except IsADirectoryError:
         return _finding(path, "directory", "a directory, not a single-file checkpoint")

@@ -170,7 +170,7 @@ def _weights_of_file(
     found = [
         (dotted(path[1:]), leaf)
         for path, leaf in contents.leaves
-        if path[0] == "state_dict" and isinstance(leaf, TensorDescription)
+        if path[:1] == ("state_dict",) and isinstance(leaf, TensorDescription)
     ]
     if not found:
         raise CheckpointError(f"{source} has no state_dict with tensors in it")

@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 # More values than any checkpoint has; lists that hold each other many times over would otherwise never end.
 MAX_LEAVES = 2_000_000
 _MAX_DEPTH = 200
+# Of an integer. Those of checkpoints have 16 at most; Python refuses to print one of more than about 1,780.
+_MAX_INT_BYTES = 1024
+_MAX_SIZE = 1 << 63
 
 _ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -152,6 +155,9 @@ def describe(data: bytes) -> tuple[Any, frozenset[str]]:
 _REFUSED = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 
 
+_KEYS_OF_KEYS = (tuple, frozenset)
+
+
 class _Unpickler(pickle._Unpickler):
     """The one written in Python: that in C takes the memory that a hostile pickle asks for."""
 
@@ -163,6 +169,30 @@ class _Unpickler(pickle._Unpickler):
         super().__init__(file, encoding="utf-8")
         self.unknown: set[str] = set()
         self._classes: dict[str, Any] = {}
+        # What can be a key and holds keys, by id, with how deep it is nested; kept, so that no id is used again.
+        self._nested: dict[int, tuple[Any, int]] = {}
+
+    def _note_nested(self) -> None:
+        """What was made is not nested so deeply that its hash would overflow the stack of the process."""
+        machine: Any = self
+        made = machine.stack[-1]
+        if type(made) not in _KEYS_OF_KEYS:
+            return
+        inside = (self._nested.get(id(item), (None, 1))[1] for item in made if type(item) in _KEYS_OF_KEYS)
+        depth = 1 + max(inside, default=0)
+        if depth > _MAX_DEPTH:
+            raise DescriptionError(f"a {type(made).__name__} nested deeper than {_MAX_DEPTH}")
+        if depth > 1:
+            self._nested[id(made)] = made, depth
+
+    def _load_large_int(self) -> None:
+        machine: Any = self  # of which typeshed does not know `read` and `append`
+        size_bytes = int.from_bytes(machine.read(4), "little", signed=True)
+        if not 0 <= size_bytes <= _MAX_INT_BYTES:
+            raise DescriptionError(f"an integer of {size_bytes} bytes")
+        machine.append(int.from_bytes(machine.read(size_bytes), "little", signed=True))
+
+    dispatch[pickle.LONG4[0]] = _load_large_int
 
     def find_class(self, module: str, name: str) -> Any:
         qualified = f"{module}.{name}"
@@ -184,8 +214,30 @@ class _Unpickler(pickle._Unpickler):
         return StorageDescription(key, _DTYPE_OF_STORAGE.get(name, name), numel, str(location))
 
 
+def _and_noted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def loaded(machine: Any) -> None:
+        load(machine)
+        machine._note_nested()
+
+    return loaded
+
+
+_MAKERS = (
+    pickle.TUPLE,
+    pickle.TUPLE1,
+    pickle.TUPLE2,
+    pickle.TUPLE3,
+    pickle.FROZENSET,
+    pickle.REDUCE,
+    pickle.NEWOBJ,
+    pickle.NEWOBJ_EX,
+)
+for _op in _MAKERS:
+    _Unpickler.dispatch[_op[0]] = _and_noted(_Unpickler.dispatch[_op[0]])
+
+
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = False, *_: Any) -> Any:
@@ -194,6 +246,11 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: A
         raise DescriptionError("a tensor whose storage, offset, shape or stride is none")
     if len(shape) != len(stride):
         raise DescriptionError(f"a tensor of shape {shape} with stride {stride}")
+    numel = 1
+    for extent in shape:
+        numel *= extent
+        if numel >= _MAX_SIZE:  # now: the product of very many takes long
+            raise DescriptionError("a tensor of more elements than any memory has")
     return TensorDescription(storage, storage.dtype, tuple(shape), tuple(stride), offset, bool(requires_grad))
 
 
@@ -225,6 +282,13 @@ def _encode(text: Any, encoding: Any = "utf-8") -> Any:
     return text.encode("latin1")
 
 
+def _extents(sizes: Any = ()) -> Any:
+    """In place of `torch.Size`."""
+    if not all(map(_is_size, sizes)):
+        raise DescriptionError("a shape that is none")
+    return tuple(sizes)
+
+
 def _defaultdict(_: Any = None, *args: Any) -> Any:
     return dict(*args)
 
@@ -250,7 +314,7 @@ _KNOWN: Mapping[str, Any] = {
     "__builtin__.set": set,
     "builtins.complex": complex,
     "_codecs.encode": _Call(_encode),
-    "torch.Size": tuple,
+    "torch.Size": _Call(_extents),
     "torch._utils._rebuild_tensor_v2": _TENSOR,
     "torch._utils._rebuild_tensor_v3": _TENSOR_V3,
     "torch._utils._rebuild_parameter": _PARAMETER,
@@ -279,7 +343,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _leaves(value: Any, path: Path, walk: _Walk) -> Iterator[tuple[Path, Any]]:
     children: Any
     if isinstance(value, dict):
-        children = value.items()
+        children = dict.items(value)  # the pickle can give an OrderedDict attributes, and so another `items`
     elif isinstance(value, (list, tuple)):
         children = enumerate(value)
     elif isinstance(value, Placeholder):

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from glob import has_magic
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
@@ -147,7 +148,14 @@ class ObjectStore:
 
     def remove_tree(self, path: str) -> None:
         """Nothing of `path` is left."""
-        self.calls.call(path, "rm", path, recursive=True)
+        if not has_magic(path):
+            self.calls.call(path, "rm", path, recursive=True)
+            return
+        # `rm` takes it for a pattern, and `lr=[01]` for the directory of another run.
+        found = self.calls.call(path, "find", path, withdirs=True, detail=True)
+        for key, info in sorted(found.items(), reverse=True):
+            with contextlib.suppress(FileNotFoundError):  # an empty directory that was only a part of names
+                self.calls.call(path, "rmdir" if info["type"] == "directory" else "rm_file", key)
 
     def remove_uploads(self, dirpath: str) -> list[str]:
         """Unfinished uploads of killed processes into `dirpath` are gone; returns their final names."""

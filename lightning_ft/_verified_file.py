@@ -66,7 +66,11 @@ def _digest_of(file: BinaryIO, size_bytes: int) -> str:
 
 def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
     """A verified copy in a file without a name, None if there is no room for it."""
-    directory = tempfile.gettempdir()
+    try:
+        directory = tempfile.gettempdir()
+    except FileNotFoundError as error:  # of the directory, and not of the checkpoint
+        _log.info("%s: %s, so it is fetched twice", path, error)
+        return None
     if _in_memory(directory):
         _log.info("%s: %s is in memory, so it is fetched twice", path, directory)
         return None
@@ -74,7 +78,12 @@ def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
     if room.f_bavail * room.f_frsize < file.size_bytes + SPARE_BYTES:
         _log.info("%s: no room for a copy in %s, so it is fetched twice", path, directory)
         return None
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as spool:
+    try:
+        unnamed = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed below
+    except OSError as error:
+        _log.info("%s: nothing can be written in %s (%s), so it is fetched twice", path, directory, error)
+        return None
+    with unnamed as spool:
         for last_try in (False, True):
             os.ftruncate(spool.fileno(), 0)
             try:

@@ -188,8 +188,8 @@ def select(
 
     Of more than twice `LOOKED_AT_FIRST` checkpoints, only those are read at first that are the last by their names,
     as they were given (`_names.next_name`). The newest of them by its manifest is taken if all of them can be read and
-    it is good; if not, all are read. So in a large directory a file that was renamed is not seen as long as the newest
-    of the others is good, and `foreign` has only what was looked at.
+    it is good; if not, all are read. So in a large directory a file that was renamed or brought in from elsewhere is
+    not seen as long as the newest of the others is good; `passed_over` and `foreign` have only what was looked at.
 
     Ranks: zero; the answer is broadcast. Blocks on: reading the chosen checkpoint once, if `depth` is "full".
 

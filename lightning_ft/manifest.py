@@ -22,6 +22,7 @@ from lightning_ft.errors import CorruptCheckpointError, ManifestError, Unsupport
 EOCD_BYTES = 22
 EOCD_SIGNATURE = b"PK\x05\x06"
 MAX_COMMENT_BYTES = 65535
+MAX_LEVELS = 50
 TAIL_BYTES = EOCD_BYTES + MAX_COMMENT_BYTES
 
 # Features that a reader must understand to use a checkpoint rightly; none so far.
@@ -127,12 +128,13 @@ def from_json(text: str) -> Manifest:
         ManifestError: This is no JSON object, keys are missing, or values are of the wrong kind.
     """
     try:
-        values = json.loads(text)
-    except ValueError as error:
+        values = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"manifest is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ManifestError("manifest is not a JSON object")
     _refuse_newer(values)
+    _refuse_nested(values, MAX_LEVELS)
     missing = [name for name in _CHECKS if name not in values and name not in _OPTIONAL]
     if missing:
         raise ManifestError(f"manifest lacks {', '.join(missing)}")
@@ -143,6 +145,23 @@ def from_json(text: str) -> Manifest:
     if "requires" in known:
         known["requires"] = tuple(known["requires"])
     return Manifest(**known)
+
+
+def _finite(text: str) -> float:
+    """JSON has no other numbers, and `json` of Python takes them and writes them again."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
+
+
+def _refuse_nested(value: object, levels: int) -> None:
+    """Whoever walks over the manifest later comes to an end."""
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if children and not levels:
+        raise ManifestError(f"manifest is malformed: nested deeper than {MAX_LEVELS} levels")
+    for child in children:
+        _refuse_nested(child, levels - 1)
 
 
 def _refuse_newer(values: Mapping[str, object]) -> None:
@@ -211,7 +230,8 @@ def parse_tail(tail: bytes, total_bytes: int, path: str) -> Manifest | None:
     unsealed = record[:-_SEAL_ENDING_BYTES] + b"0" * 32 + b'"}'
     if xxhash.xxh3_128_hexdigest(unsealed).encode("ascii") != match[1]:
         raise CorruptCheckpointError(path, "manifest is damaged: its seal does not match")
-    manifest = from_json(comment.decode("ascii"))
+    # Ours are ASCII; those of later versions may not be, and are to be told from damaged ones.
+    manifest = from_json(comment.decode("utf-8", "backslashreplace"))
     size_bytes = total_bytes - len(record)
     if manifest.size_bytes != size_bytes:
         raise CorruptCheckpointError(path, f"has {size_bytes} bytes of data, {manifest.size_bytes} were written")

@@ -55,6 +55,8 @@ HASHED_BYTES = 1 << 20
 # Of one call of a store: long enough for a part of an upload over a slow line and for some repetitions, and short
 # enough for a run to hear of a store that does not answer.
 DEADLINE_SECS = 60.0
+# A month. The clocks of Python end somewhere behind it, in errors that name no cause.
+MOST_DEADLINE_SECS = 30 * 24 * 3600.0
 
 
 class Storage:
@@ -65,19 +67,27 @@ class Storage:
             single call of a store may take, its repetitions included.
 
     Raises:
-        ConfigurationError: `deadline_secs` is no positive number.
+        ConfigurationError: `deadline_secs` is no positive number, or larger than any wait makes sense.
     """
 
     def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
         self.storage_options = dict(storage_options or {})
         deadline_secs = self.storage_options.pop("deadline_secs", DEADLINE_SECS)
-        if isinstance(deadline_secs, bool) or not isinstance(deadline_secs, (int, float)) or not deadline_secs > 0:
-            raise ConfigurationError(f"storage_options: deadline_secs={deadline_secs!r}: must be a number above 0")
+        number = isinstance(deadline_secs, (int, float)) and not isinstance(deadline_secs, bool)
+        if not number or not 0 < deadline_secs <= MOST_DEADLINE_SECS:
+            raise ConfigurationError(
+                f"storage_options: deadline_secs={deadline_secs!r}: must be a number above 0, and at most"
+                f" {MOST_DEADLINE_SECS:g}"
+            )
         self.deadline_secs = float(deadline_secs)
 
     def _store(self, path: str) -> ObjectStore:
         """The store behind a URL; fsspec keeps one file system per thread and options."""
         options = dict(self.storage_options)
+        if "::" in path.partition("://")[0]:
+            raise ConfigurationError(
+                f"{path}: file systems chained with :: are not supported: what they keep hides what is in the store now"
+            )
         if _is_s3(path):
             # Calls are repeated here. botocore, which would do it as well, waits for times drawn from the generator
             # that belongs to the training. And everything read is verified here; some stores give the checksum of a

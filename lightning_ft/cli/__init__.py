@@ -21,6 +21,11 @@ _OUTPUT_CLOSED = 141
 
 def main() -> None:
     """The process has ended, with the exit code of the command in `sys.argv`."""
+    # Started with a closed one, as some schedulers do: there is nobody to tell, and the exit code says it all.
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    if sys.stderr is None:  # `print` would take stdout instead
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

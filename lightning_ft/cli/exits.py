@@ -12,12 +12,14 @@ from typing import ParamSpec
 
 import typer
 
+from lightning_ft.cli.output import printable
 from lightning_ft.errors import (
     CheckpointError,
     ConfigurationError,
     DirectoryInUseError,
     FaultToleranceError,
     NoUsableCheckpointError,
+    StorageError,
 )
 
 
@@ -99,6 +101,7 @@ def code_of(error: Exception) -> Code:
     table: list[tuple[type[Exception] | tuple[type[Exception], ...], Code]] = [
         (DirectoryInUseError, Code.IN_USE),
         (ConfigurationError, Code.USAGE),
+        (StorageError, Code.STORAGE),
         ((NoUsableCheckpointError, CheckpointError, FaultToleranceError), Code.BAD),
         (FileNotFoundError, Code.NOTHING),
         (ImportError, Code.NOT_INSTALLED),
@@ -125,7 +128,6 @@ def message_of(error: Exception) -> str:
 def say_failure(message: str, code: Code, as_json: bool, command: str) -> None:
     """The line is on stderr, and with ``--json`` a document on stdout, so that there always is one."""
     name = " ".join(["lightning-ft", *command.split()])
-    name = " ".join(["lightning-ft", *command.split()])
-    print(f"{name}: {message}", file=sys.stderr)
+    print(f"{name}: {printable(message)}", file=sys.stderr)
     if as_json:
         print(json.dumps({"error": {"message": message, "exit_code": int(code)}}, indent=2))

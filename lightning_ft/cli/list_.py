@@ -79,7 +79,7 @@ def list_checkpoints(
     chosen = options.storage_options(storage_option)
     dirpath = options.location(url, chosen, "URL")
     storage = Storage(chosen)
-    options.existing(storage, dirpath, "URL", "directory")
+    options.directory(storage, dirpath, "URL")
 
     def total() -> int:
         return total_size(storage, checkpoint_paths(storage, dirpath))

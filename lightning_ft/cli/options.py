@@ -11,6 +11,7 @@ import typer
 
 from lightning_ft._names import is_local, normalise
 from lightning_ft.cli.exits import Code, Failure
+from lightning_ft.errors import ConfigurationError
 from lightning_ft.storage import Storage
 
 AsJson = Annotated[
@@ -86,12 +87,25 @@ def location(path: str, options: dict[str, Any], argument: str) -> str:
     return path
 
 
+def directory(storage: Storage, path: str, argument: str) -> None:
+    """There is something at `path`, and it is no file: a store would list one as an empty directory.
+
+    Raises:
+        Failure: There is nothing, or no answer.
+        typer.BadParameter: It is a file, or see `existing`.
+    """
+    existing(storage, path, argument, "directory")
+    if storage.is_file(path):
+        raise typer.BadParameter(f"{path} is a file: lightning-ft verify and show take one", param_hint=argument)
+
+
 def existing(storage: Storage, path: str, argument: str, what: str = "file or directory") -> None:
     """There is something at `path`; the storage was asked, and answered.
 
     Raises:
         Failure: There is nothing, or no answer.
         typer.BadParameter: The file system does not take the options, which some say at their first use only.
+        ConfigurationError: They lack something, or it is none of the supported ones.
     """
     try:
         if storage.exists(path):
@@ -100,6 +114,8 @@ def existing(storage: Storage, path: str, argument: str, what: str = "file or di
         if not storage.storage_options:
             raise
         raise typer.BadParameter(f"{path}: {error}", param_hint="--storage-option") from error
+    except ConfigurationError:
+        raise
     except Exception as error:  # stores have errors of their own classes
         raise Failure(f"{argument} {path}: {type(error).__name__}: {error}", Code.STORAGE) from error
     raise Failure(f"{argument}: there is no {what} {path}", Code.NOTHING)

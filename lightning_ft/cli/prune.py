@@ -13,7 +13,7 @@ from lightning_ft._pruning import Pruning, plan_pruning
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, Failure, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
-from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, progress_bar, size
+from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, printable, progress_bar, size
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
 
@@ -75,7 +75,7 @@ def prune(
     retention = Retention(keep_last, keep_every_n_train_steps)
     storage = Storage(chosen)
     output = Output(as_json)
-    options.existing(storage, dirpath, "URL", "directory")
+    options.directory(storage, dirpath, "URL")
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise typer.BadParameter("nobody can be asked here: --yes or --dry-run is needed", param_hint="--yes")
     plan = _plan(dirpath, retention, verify, chosen, as_json)
@@ -112,23 +112,28 @@ def _delete(
     lock = DirectoryLock(plan.dirpath)
     lock.acquire()
     try:
-        if asked:
-            # The lock was not held while a person thought: a scheduler may have restarted the run, and ended it.
-            agreed = set(plan.to_delete)
-            plan = _plan(plan.dirpath, retention, verify, chosen, output.as_json)
-            paths = [path for path in plan.to_delete if path in agreed]
-        else:
-            paths = plan.to_delete
+        # The lock was not held while files were read and a person thought: a scheduler may have restarted the run, and
+        # ended it. Without a person that was not long, and nothing is read again: a run that starts now is refused.
+        agreed = {path: _generation(plan, path) for path in plan.to_delete}
+        now = _plan(plan.dirpath, retention, verify if asked else Depth.SIZE, chosen, output.as_json)
+        paths = [path for path in now.to_delete if path in agreed and _generation(now, path) == agreed[path]]
+        plan = now if asked else plan
         deleted, failed = _remove(Storage(chosen), paths)
     finally:
         lock.release()
     _document(output, plan, False, deleted, failed)
     output.line()
     for path, reason in failed:
-        print(f"lightning-ft prune: could not delete {path}: {reason}", file=sys.stderr)
+        print(printable(f"lightning-ft prune: could not delete {path}: {reason}"), file=sys.stderr)
     freed_bytes = sum(plan.size_bytes(path) for path in deleted)
     output.line(f"Deleted {count(len(deleted), 'checkpoint')}, {size(freed_bytes)}.", "bold")
     return Code.BAD if failed else Code.FINE
+
+
+def _generation(plan: Pruning, path: str) -> str | None:
+    """Which save is under the name: a run that went back may have used it again."""
+    manifest = plan.infos[path].manifest
+    return manifest.generation if manifest is not None else None
 
 
 def _remove(storage: Storage, paths: list[str]) -> tuple[list[str], list[tuple[str, str]]]:

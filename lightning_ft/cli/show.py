@@ -13,6 +13,7 @@ from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
 from lightning_ft.cli.output import Output, count, size
+from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 
 _UNKNOWN_SHOWN = 10
@@ -73,7 +74,7 @@ def show(
     if only is not None:
         leaves = [(name, leaf) for name, leaf in leaves if name == only or name.startswith(f"{only}.")]
         if not leaves:
-            keys = ", ".join(sorted({str(key[0]) for key, _ in contents.leaves if key}))
+            keys = ", ".join(sorted({dotted(key[:1]) for key, _ in contents.leaves if key}))
             raise typer.BadParameter(f"{path} has no key {only}; at the top there are {keys}", param_hint="--only")
     _answer(Output(as_json), contents, leaves, with_values=values)
     return Code.FINE
@@ -145,10 +146,15 @@ def _facts(contents: Contents) -> list[list[str]]:
         ["continues", manifest.parent or "nothing: the run began here"],
         ["topology", _pairs(manifest.topology)],
         ["written by", _pairs(manifest.versions)],
-        ["cost", ", ".join(f"{n[:-5]} {v * 1000:.1f} ms" for n, v in manifest.metrics.items() if n.endswith("_secs"))],
+        ["cost", ", ".join(f"{n[:-5]} {v * 1000:.1f} ms" for n, v in _timings(manifest))],
         ["digest", f"{manifest.digest} of {manifest.size_bytes} bytes"],
     ]  # fmt: skip
     return [fact for fact in facts if fact[1]]
+
+
+def _timings(manifest: Manifest) -> list[tuple[str, float]]:
+    """Those that are numbers; no reader relies on it."""
+    return [(n, v) for n, v in manifest.metrics.items() if n.endswith("_secs") and isinstance(v, (int, float))]
 
 
 def _pairs(values: dict[str, Any]) -> str:
@@ -160,7 +166,7 @@ def _totals(contents: Contents) -> list[dict[str, Any]]:
     totals: dict[str, dict[str, Any]] = {}
     counted: set[str] = set()
     for key, leaf in contents.leaves:
-        name = str(key[0]) if key else "(all)"
+        name = dotted(key[:1]) if key else "(all)"
         total = totals.setdefault(name, {"key": name, "size_bytes": 0, "tensors": 0, "values": 0})
         if not isinstance(leaf, TensorDescription):
             total["values"] += 1

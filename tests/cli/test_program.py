@@ -24,6 +24,7 @@ import lightning_ft
 from lightning_ft import cli
 from lightning_ft.cli import list_, options
 from lightning_ft.cli.exits import Code
+from lightning_ft.errors import StorageError
 from lightning_ft.storage import Storage
 from tests.cli.conftest import ROOT, Answer, environment, flip, program, step
 from tests.trainer import runs
@@ -109,13 +110,28 @@ def test_usage_errors_take_one_line(ft: Ft, run_dir: Path) -> None:
         ["lst"], ["list"], ["list", run_dir, "--foo"], ["list", "s4://x"], ["list", ""], ["verify"],
         ["list", run_dir, "--verify", "some"], ["list", "memory://x", "--storage-option", "x"],
         ["list", "memory://x", "--storage-option", "a=1", "--storage-option", "a.b=1"],
-        ["verify", run_dir, "--jobs", "0"], ["list", "a\0b"],
+        ["verify", run_dir, "--jobs", "0"], ["list", "a\0b"], ["list", "simplecache::memory://run"],
+        ["list", "memory://x", "--storage-option", "deadline_secs=1e12"],
+        ["list", "memory://x", "--storage-option", "deadline_secs=Infinity"],
     ):  # fmt: skip
         answer = ft(*args)
         assert answer.code == Code.USAGE, args
         assert answer.err.count("\n") == 1, answer.err
         assert answer.err.startswith("lightning-ft")
         assert answer.out == ""
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_file_is_no_directory(ft: Ft, run_dir: Path, where: str) -> None:
+    path = str(step(run_dir, 2))
+    if where == "memory":
+        path = f"memory://{run_dir.name}/step=00000002.ckpt"
+        with fsspec.open(path, "wb") as file:
+            file.write(step(run_dir, 2).read_bytes())
+    for args in (["list"], ["prune", "--keep-last", 1, "--yes"]):
+        answer = ft(*args, path)
+        assert answer.code == Code.USAGE
+        assert "is a file" in answer.err
 
 
 def test_errors_are_json_too(ft: Ft, tmp_path: Path) -> None:
@@ -126,11 +142,27 @@ def test_errors_are_json_too(ft: Ft, tmp_path: Path) -> None:
         assert answer.json["error"]["message"] in answer.err
 
 
+def test_names_in_errors_are_not_obeyed_by_the_terminal(ft: Ft, tmp_path: Path) -> None:
+    bad = tmp_path / "\x1b[31m"
+    bad.mkdir()
+    (bad / "step=00000001.ckpt").write_bytes(b"bad")
+    for args in (["show", bad / "step=00000001.ckpt"], ["verify", bad / "x"], ["prune", bad, "--keep-last", 1, "-y"]):
+        answer = ft(*args)
+        assert answer.code in (1, 3)
+        assert "\\x1b[31m" in answer.err
+        assert "\x1b" not in answer.err
+
+
 def test_a_storage_that_refuses_is_one_line(ft: Ft, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ClientError(Exception):
         """Of a client of an object store."""
 
-    for error in (PermissionError(13, "Permission denied", "x"), TimeoutError("30 s"), ClientError("503\nSlow Down")):
+    for error in (
+        PermissionError(13, "Permission denied", "x"),
+        TimeoutError("30 s"),
+        ClientError("503\nSlow Down"),
+        StorageError("x"),
+    ):
 
         def fails(*args: Any, error: Exception = error, **kwargs: Any) -> Any:
             raise error
@@ -189,6 +221,25 @@ def test_a_reader_that_goes_away_hears_nothing(run_dir: Path, tmp_path: Path) ->
         finally:
             os.close(writes)
         assert (run.returncode, run.stderr) == (Code.OUTPUT_CLOSED, ""), args
+
+
+def test_with_closed_outputs_the_exit_code_is_right(run_dir: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m lightning_ft"
+    for line, code in (
+        (f"list {run_dir} >&-", 0),
+        (f"list {tmp_path / 'x'} >&-", 3),
+        (f"verify {run_dir} >&- 2>&-", 0),
+    ):
+        run = subprocess.run(
+            ["sh", "-c", f"{command} {line}"], capture_output=True, text=True, check=False, env=environment()
+        )
+        assert run.returncode == code, run.stderr
+        assert "Traceback" not in run.stderr
+    run = subprocess.run(
+        ["sh", "-c", f"{command} list {tmp_path / 'x'} --json 2>&-"],
+        capture_output=True, text=True, check=False, env=environment(),
+    )  # fmt: skip
+    assert json.loads(run.stdout)["error"]["exit_code"] == run.returncode == 3
 
 
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:

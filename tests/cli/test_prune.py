@@ -147,6 +147,20 @@ def test_only_what_was_agreed_to_goes(ft: Ft, run_dir: Path, monkeypatch: pytest
     assert ours(run_dir) == [6, 8]  # 6 was shown as kept
 
 
+def test_a_name_that_was_used_again_meanwhile_stays(ft: Ft, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = prune.DirectoryLock.acquire
+
+    def after_a_run(lock: prune.DirectoryLock) -> None:
+        consolidated = ft("consolidate", step(run_dir, 4), step(run_dir, 2), "--force")
+        assert consolidated.code == 0
+        acquire(lock)
+
+    monkeypatch.setattr(prune.DirectoryLock, "acquire", after_a_run)
+    answer = ft("prune", run_dir, "--keep-last", 1, "--yes", "--json")
+    assert [Path(path).name for path in answer.json["deleted"]] == [step(run_dir, 4).name, step(run_dir, 6).name]
+    assert ours(run_dir) == [2, 8]
+
+
 def test_nobody_to_ask(run_dir: Path) -> None:
     answer = program("prune", run_dir, "--keep-last", 1)
     assert answer.code == 2

@@ -266,3 +266,11 @@ def test_a_file_that_is_replaced_is_the_old_one_or_the_new_one(run_dir: Path, mo
     assert finding.state == "good"
     assert finding.manifest is not None
     assert finding.manifest.step == 4
+
+
+def test_a_link_to_nothing_is_no_checkpoint_that_was_rotated_away(ft: Ft, run_dir: Path) -> None:
+    (run_dir / "last.ckpt").symlink_to(run_dir / "unmounted")
+    for args in (["verify", run_dir], ["list", run_dir]):
+        answer = ft(*args)
+        assert answer.code == 1
+        assert f"a link to {run_dir / 'unmounted'}, which is not there" in answer.out

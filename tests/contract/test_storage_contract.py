@@ -159,6 +159,16 @@ def test_removing_a_directory(storage: Storage, dirpath: str) -> None:
     assert storage.listdir(dirpath) == []
 
 
+def test_names_are_no_patterns(storage: Storage, dirpath: str) -> None:
+    for run in ("lr=[01]", "lr=1"):
+        save(storage, join(dirpath, f"{run}/a.ckpt/manifest.json"))
+        save(storage, join(dirpath, f"{run}/a.ckpt/sub/shard"))
+    storage.remove(join(dirpath, "lr=[01]/a.ckpt"))
+    assert storage.listdir(join(dirpath, "lr=[01]")) == []
+    assert storage.listdir(join(dirpath, "lr=1/a.ckpt")) == ["manifest.json", "sub"]
+    assert storage.listdir(join(dirpath, "lr=1/a.ckpt/sub")) == ["shard"]
+
+
 def test_what_does_not_exist(storage: Storage, dirpath: str) -> None:
     path = join(dirpath, "a.ckpt")
     assert storage.listdir(dirpath) == []

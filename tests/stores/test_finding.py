@@ -182,3 +182,19 @@ def test_a_temporary_directory_in_memory_is_known(tmp_path: Path) -> None:
         pytest.skip("no /dev/shm")
     assert _verified_file._in_memory("/dev/shm")
     assert not _verified_file._in_memory("/proc/self")
+
+
+@pytest.mark.parametrize("broken", ["gettempdir", "TemporaryFile"])
+def test_without_a_temporary_directory_it_is_fetched_twice(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(_verified_file.tempfile, broken, fails)
+    monkeypatch.setattr(_verified_file, "_in_memory", lambda directory: False)
+    storage = Storage()
+    path = save(storage, "memory://without_tmp")
+    file, found = storage.open_verified(path)
+    with file:
+        assert found is not None
+        assert len(file.read()) == storage.size(path)
+        assert isinstance(file, _ranged_file.RangedFile)

@@ -41,10 +41,10 @@ def sealed(value: Manifest | None = None, data: bytes = b"weights", **fields: An
     return body + seal(plain[-EOCD_BYTES:], value)
 
 
-def reseal(file: bytes, text: str) -> bytes:
+def reseal(file: bytes, text: str, encoding: str = "utf-8") -> bytes:
     """`file` with the JSON `text` as its manifest under a seal that holds, as a newer version writes it."""
     body = file[: zipfile_end(file)]
-    blank = (text[:-1] + ',"seal":"' + "0" * 32 + '"}').encode()
+    blank = (text[:-1] + ',"seal":"' + "0" * 32 + '"}').encode(encoding)
     unsealed = file[len(body) : len(body) + 20] + len(blank).to_bytes(2, "little") + blank
     return body + unsealed[:-34] + xxhash.xxh3_128_hexdigest(unsealed).encode() + b'"}'
 
@@ -153,6 +153,7 @@ def test_somebody_elses_archive_is_foreign(comment: bytes) -> None:
         ({"step": "ten"}, ManifestError, "step is not an integer"),
         ({"step": True}, ManifestError, "step is not an integer"),
         ({"metrics": []}, ManifestError, "metrics is not an object"),
+        ({"topology": {"x": json.loads("[" * 400 + "]" * 400)}}, ManifestError, "nested deeper than 50"),
         ({"requires": "rays"}, ManifestError, "requires is not a list"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -179,6 +180,19 @@ def test_unknown_keys_are_ignored_and_optional_ones_may_lack() -> None:
         del values[name]
     values["colour"] = "blue"
     assert from_json(json.dumps(values)) == manifest()
+
+
+@pytest.mark.parametrize("more", ['"x":NaN', '"x":1e999', '"x":' + "[" * 30_000 + "]" * 30_000, '"x":"\xff"'])
+def test_what_is_sealed_and_no_json_is_malformed(more: str) -> None:
+    values = to_json(manifest())[:-1]
+    with pytest.raises(ManifestError, match="not valid JSON"):
+        parse(reseal(sealed(), f"{values},{more}}}", "latin-1"))
+
+
+def test_a_later_version_need_not_write_ascii() -> None:
+    values = {**json.loads(to_json(manifest())), "format": 2, "host": "Zürich"}
+    with pytest.raises(UnsupportedFormatError, match="format 2 is newer"):
+        parse(reseal(sealed(), json.dumps(values, ensure_ascii=False)))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1"])
