@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_ft._layout import Signature
+
+_log = logging.getLogger(__name__)
 
 # What a compiled function asks about its inputs: class, layout, device, dtype, shape, strides, requires_grad. Private:
 # where it is not there, every save looks at each tensor anew.
@@ -38,8 +41,17 @@ class Alike:
             return
         self._sizes = sizes
         self._offsets = [tensor.storage_offset() for tensor in tensors]
-        with torch.enable_grad():  # without, it takes no notice of `requires_grad`
-            self._guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        try:
+            with torch.enable_grad():  # without, it takes no notice of `requires_grad`
+                guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+                self._guards = guards if guards.check(*tensors) is True else None
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:  # of a torch that has other ones
+            _log.debug("every save looks at each tensor anew: %s", error)
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether `addresses` is ever of use for such tensors."""
+        return self._guards is not None
 
     def addresses(self, tensors: Sequence[Tensor]) -> list[int] | None:
         """Of the storages of `tensors`, if these have the signature; None: they have another one, or nobody knows."""

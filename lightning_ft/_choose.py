@@ -11,24 +11,79 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 
-from lightning_ft import _loops, discovery
+from lightning_ft import _loops, _names, _two_tiers, discovery
+from lightning_ft._dist import Ranks
 from lightning_ft._fallback import last_of_others
-from lightning_ft.errors import NoUsableCheckpointError
+from lightning_ft._two_tiers import LocalTier
+from lightning_ft.errors import CheckpointError, NoUsableCheckpointError
+from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
 
-def choose(dirpath: str, depth: discovery.Depth, storage_options: dict[str, Any] | None) -> tuple[str | None, bool]:
+def choose_for_all(
+    ranks: Ranks,
+    dirpath: str,
+    depth: discovery.Depth,
+    storage_options: dict[str, Any] | None,
+    local: LocalTier | None,
+) -> tuple[str | None, bool]:
+    """What `choose` says on rank 0, on every rank; in a local directory only what every rank sees there.
+
+    Ranks: all (a broadcast, and if the choice is local a gather).
+
+    Raises:
+        NoUsableCheckpointError: See `choose`; also if the only checkpoints are local ones of another machine.
+        ConfigurationError: The local directory holds checkpoints of something else.
+    """
+    path, ours = ranks.decide(lambda: choose(dirpath, depth, storage_options, local))
+    if local is None or path is None or _names.split(path)[0] != local.dirpath:
+        return path, ours
+    found = ranks.all_gather(_generation(path))
+    blind = [rank for rank, generation in enumerate(found) if generation is None or generation != found[0]]
+    if not blind:
+        return path, ours
+    return ranks.decide(lambda: _without_local(path, blind, dirpath, depth, storage_options))
+
+
+def _generation(path: str) -> str | None:
+    try:
+        manifest, _ = Storage().read_manifest(path)
+    except (CheckpointError, OSError):
+        return None
+    return None if manifest is None else manifest.generation
+
+
+def _without_local(
+    path: str, blind: list[int], dirpath: str, depth: discovery.Depth, storage_options: dict[str, Any] | None
+) -> tuple[str | None, bool]:
+    reason = f"not seen by rank{'s' if len(blind) > 1 else ''} {', '.join(map(str, blind))}"
+    chosen = choose(dirpath, depth, storage_options)
+    if chosen[0] is None:
+        raise NoUsableCheckpointError(dirpath, [(path, f"{reason}, and there is no other in dirpath")])
+    _log.warning("passed over %s: %s; the run goes on from %s", path, reason, chosen[0])
+    return chosen
+
+
+def choose(
+    dirpath: str, depth: discovery.Depth, storage_options: dict[str, Any] | None, local: LocalTier | None = None
+) -> tuple[str | None, bool]:
     """The checkpoint to continue from, and whether it is one of ours; None to start from the beginning.
 
-    The newest good checkpoint of the newest run; else a `last*.ckpt` that a `ModelCheckpoint` left in the directory.
+    The newest good checkpoint of the newest run, in either directory if there are two; else a `last*.ckpt` that a
+    `ModelCheckpoint` left in the directory.
 
     Ranks: zero. Blocks on: reading the chosen file once, for ``depth="full"``.
 
     Raises:
         NoUsableCheckpointError: There are checkpoints and none can be used: never a silent fresh start.
+        ConfigurationError: The local directory holds checkpoints of something else.
     """
-    selection = discovery.select(dirpath, depth, storage_options)
+    if local is None:
+        selection = discovery.select(dirpath, depth, storage_options)
+    else:
+        _two_tiers.require_own(local.dirpath, dirpath)
+        selection = _two_tiers.select(local.dirpath, dirpath, depth, storage_options)
     for path, reason in selection.passed_over:
         _log.warning("passed over %s: %s", path, reason)
     if selection.chosen is not None:

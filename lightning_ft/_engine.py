@@ -11,6 +11,7 @@ One save, who runs each step and what is on disk after it::
     check the copy           writer   the attempt has all but the manifest
     commit                   writer   the checkpoint, complete, synced and under its final name
     release the snapshot     writer   the same
+    read back, if wished     writer   the same; or, if it is not what was written, nothing
     held-back removals       writer   what callers asked to remove before this save is gone
     on_commit (rotation)     writer   what the retention policy gives up is gone
 
@@ -34,6 +35,8 @@ from typing import Any, Protocol
 import tenacity
 
 from lightning_ft import _serialise, events
+from lightning_ft._read_back import ReadBackDepth, read_back, take_away
+from lightning_ft._save_times import SaveTimes
 from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError
 from lightning_ft._store_errors import is_transient
 from lightning_ft.errors import SaveError
@@ -48,8 +51,9 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 @atexit.register
 def _finish() -> None:
     """What was submitted before the interpreter ends is written; its threads are daemons and would be cut off."""
-    for writer in list(_writers):
-        writer.close()
+    while any(writer.unfinished for writer in list(_writers)):  # what one has written may be what another one copies
+        for writer in list(_writers):
+            writer.close()
 
 
 # First of all before executors refuse work, as they do when functions of `atexit` run: clients of stores look up the
@@ -93,6 +97,12 @@ class _RemoveTask:
 
 
 @dataclass(frozen=True)
+class _CallTask:
+    path: str
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class _ReplacedTask:
     """Keeps the place in the order of a save that will not be made."""
 
@@ -103,15 +113,23 @@ class Writer:
     """Writes checkpoints in the background, in order, and remembers the first failure nobody has heard of yet.
 
     Thread: every method is for the main thread; the writer thread starts with the first task and ends with `close`.
+
+    Args:
+        storage: Where to write.
+        retries: How often a write is tried again after an error that may pass.
+        verify_after_write: How deep a checkpoint is read back before it counts as saved; None: not at all.
     """
 
-    def __init__(self, storage: Storage, retries: int) -> None:
+    THREAD = "lightning-ft-writer"
+
+    def __init__(self, storage: Storage, retries: int, verify_after_write: ReadBackDepth | None = None) -> None:
         self._storage = storage
         self._retries = retries
+        self._verify_after_write = verify_after_write
         self._condition = threading.Condition()
-        self._tasks: deque[SaveTask | _RemoveTask | _ReplacedTask] = deque()
+        self._tasks: deque[SaveTask | _RemoveTask | _CallTask | _ReplacedTask] = deque()
         self._running = False
-        self._closing = False
+        self._closing = self._ended = False
         self._thread: threading.Thread | None = None
         self._failure: SaveError | None = None
         self._jitter = random.Random()  # noqa: S311 - its own: the global one belongs to the training
@@ -119,9 +137,7 @@ class Writer:
         self._last_save_failed = False
         self._saving = False
         self._writing = ""
-        self._submitted = 0
-        self._begun = 0
-        self._over = 0
+        self._submitted = self._begun = self._over = 0
         self._failed_after = -1  # so many saves were submitted before the last one that failed
         self.failures_in_a_row = 0
         _writers.add(self)
@@ -140,9 +156,20 @@ class Writer:
 
     def holds(self, path: str) -> bool:
         """Whether a save to `path` is queued or being written."""
+        return path in self.paths
+
+    @property
+    def paths(self) -> set[str]:
+        """Where saves go that are queued, and where the task at hand is at work. Thread: any."""
         with self._condition:
-            queued = any(isinstance(t, SaveTask) and t.path == path for t in self._tasks)
-            return queued or (self._running and self._writing == path)
+            queued = {t.path for t in self._tasks if isinstance(t, SaveTask)}
+            return queued | ({self._writing} if self._running else set())
+
+    @property
+    def last_save_failed(self) -> bool:
+        """Whether the newest save that is over failed, so that nothing may be removed. Thread: any."""
+        with self._condition:
+            return self._last_save_failed
 
     @property
     def saves(self) -> tuple[int, int]:
@@ -180,6 +207,17 @@ class Writer:
         with self._condition:
             self._enqueue(_RemoveTask(path))
 
+    def then(self, path: str, function: Callable[[], None]) -> None:
+        """`function`, which is about `path`, runs in the writer thread, behind what was submitted. Thread: any."""
+        with self._condition:
+            self._enqueue(_CallTask(path, function))
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything left to do, or a thread that could do it. Thread: any."""
+        with self._condition:
+            return self._thread is not None or bool(self._tasks)
+
     def drain(self, timeout_secs: float | None = None) -> bool:
         """Everything submitted is on disk, or recorded as failed; False if that took longer than the timeout."""
         with self._condition:
@@ -194,8 +232,11 @@ class Writer:
             self._last_save_failed = True
             self._failed_after = max(self._failed_after, after)
             self.failures_in_a_row += 1
-        self._keep(path, step, f"checkpoint {path} (step {step}) was not saved", error)
+        self._keep(path, step, self._what_failed(path, step), error)
         events.emit(events.SaveFailed(path, step, f"{type(error).__name__}: {error}"))
+
+    def _what_failed(self, path: str, step: int) -> str:
+        return f"checkpoint {path} (step {step}) was not saved"
 
     def _keep(self, path: str, step: int | None, what: str, error: Exception) -> None:
         failure = SaveError(f"{what}: {type(error).__name__}: {error}", path, step)
@@ -223,13 +264,16 @@ class Writer:
 
     def close(self) -> None:
         """Everything submitted is on disk or failed and no thread is left; the next task starts a new one."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = None
-        self._closing = False
+        thread = None
+        while True:
+            with self._condition:
+                if self._thread is thread and not self._tasks:  # nobody has asked for anything in the meantime
+                    self._thread, self._closing = None, False
+                    return
+                self._closing, thread = True, self._thread
+                self._condition.notify_all()
+            if thread is not None:
+                thread.join()
 
     # -- the writer thread ---------------------------------------------------------------------------------------
 
@@ -243,11 +287,12 @@ class Writer:
                 return task
         return None
 
-    def _enqueue(self, task: SaveTask | _RemoveTask) -> None:
+    def _enqueue(self, task: SaveTask | _RemoveTask | _CallTask) -> None:
         self._tasks.append(task)
-        if self._thread is None:
+        if self._thread is None or self._ended:
+            self._ended = False
             # A daemon, since a thread that waits for tasks would keep the interpreter from ending: see `_finish`.
-            self._thread = threading.Thread(target=self._run, name="lightning-ft-writer", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self.THREAD, daemon=True)
             self._thread.start()
         self._condition.notify_all()
 
@@ -256,6 +301,7 @@ class Writer:
             with self._condition:
                 self._condition.wait_for(lambda: self._tasks or self._closing)
                 if not self._tasks:
+                    self._ended = True
                     return
                 task = self._tasks.popleft()
                 self._running, self._saving, self._writing = True, isinstance(task, SaveTask), task.path
@@ -265,6 +311,8 @@ class Writer:
                     self._save(task)
                 elif isinstance(task, _ReplacedTask):
                     self._count_replaced()
+                elif isinstance(task, _CallTask):
+                    task.function()
                 elif self._last_save_failed:
                     self._held_back.append(task.path)
                 else:
@@ -285,14 +333,14 @@ class Writer:
     def _save(self, task: SaveTask, *, blocking: bool = False) -> None:
         self._begun += 1
         try:
-            self._save_begun(task, _Watch(task, blocking))
+            self._save_begun(task, SaveTimes(task.snapshot, task.asked_at, blocking))
         finally:
             with self._condition:
                 self._over += 1
 
-    def _save_begun(self, task: SaveTask, watch: _Watch) -> None:
+    def _save_begun(self, task: SaveTask, times: SaveTimes) -> None:
         try:
-            manifest = self._retrying()(self._write, task, watch)
+            manifest = self._retrying()(self._write, task, times)
         except SnapshotWithdrawnError as error:
             events.emit(events.SaveSkipped(task.path, task.manifest.step, str(error)))
             return
@@ -305,15 +353,29 @@ class Writer:
             return
         finally:
             self._release(task)  # now, and not after a rotation, which may be slow
+        metrics = times.metrics(manifest.size_bytes)
+        if self._verify_after_write is not None:
+            if not self._read_back(task, manifest, self._verify_after_write):
+                return
+            metrics |= times.after_read_back()
         with self._condition:
             if self._begun > self._failed_after:  # else a save asked for after this one has failed already
                 self._last_save_failed = False
                 self.failures_in_a_row = 0
         try:
-            self._after_commit(task, manifest, watch.metrics(manifest.size_bytes))
+            self._after_commit(task, manifest, metrics)
         except Exception as error:  # the checkpoint is good, and the run hears that its rotation is not
             what = f"checkpoint {task.path} (step {manifest.step}) was saved, and what follows a save failed"
             self._keep(task.path, manifest.step, what, error)
+
+    def _read_back(self, task: SaveTask, manifest: Manifest, depth: ReadBackDepth) -> bool:
+        """Whether the checkpoint is what was written; otherwise it is gone, and the save has failed."""
+        try:
+            self._retrying()(read_back, self._storage, task.path, manifest, depth)
+        except Exception as error:
+            self._fail(self._begun, task.path, manifest.step, take_away(self._storage, task.path, error))
+            return False
+        return True
 
     def _release(self, task: SaveTask) -> None:
         try:
@@ -337,14 +399,14 @@ class Writer:
         if task.on_commit is not None:
             task.on_commit(manifest)
 
-    def _write(self, task: SaveTask, watch: _Watch) -> Manifest:
+    def _write(self, task: SaveTask, times: SaveTimes) -> Manifest:
         checkpoint = task.snapshot.wait()
-        watch.write_begins()
+        times.write_begins()
         events.emit(events.SaveStarted(task.path, task.manifest.step))
 
         def complete(size_bytes: int, digest: str) -> Manifest:
             task.snapshot.check()
-            return replace(task.manifest, size_bytes=size_bytes, digest=digest, metrics=watch.metrics(size_bytes))
+            return replace(task.manifest, size_bytes=size_bytes, digest=digest, metrics=times.metrics(size_bytes))
 
         # The attempt is aborted on errors, and raises the storage's own.
         with self._storage.open_attempt(task.path, expected_bytes=task.snapshot.size_bytes) as attempt:
@@ -367,32 +429,6 @@ class Writer:
             # A file too many is no danger to the run; it is said, and the disk is no fuller than before.
             _log.warning("could not remove %s: %s: %s", path, type(error).__name__, error)
             events.emit(events.DeleteSkipped(path, f"{type(error).__name__}: {error}"))
-
-
-class _Watch:
-    """Times of one save, in seconds."""
-
-    def __init__(self, task: SaveTask, blocking: bool) -> None:
-        self._task = task
-        self._blocking = blocking
-        self._taken_up = self._write_began = time.monotonic()
-
-    def write_begins(self) -> None:
-        self._write_began = time.monotonic()
-
-    def metrics(self, size_bytes: int) -> dict[str, float | int]:
-        """What is known by now; the last call has the whole."""
-        now = time.monotonic()
-        write_secs, total_secs = now - self._write_began, now - self._task.asked_at
-        return {
-            "blocked_secs": total_secs if self._blocking else self._task.snapshot.blocked_secs,
-            "staging_secs": self._task.snapshot.staging_secs,
-            "queue_secs": self._taken_up - self._task.asked_at,
-            "write_secs": write_secs,
-            "total_secs": total_secs,
-            "size_bytes": size_bytes,
-            "bytes_per_sec": size_bytes / write_secs if write_secs else 0.0,
-        }
 
 
 def _say_and_forget(retry: tenacity.RetryCallState) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_ft.state import optimizer_layout
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+_tables = attrgetter("_parameters", "_modules")
 
 
 class ModuleTree:
@@ -28,9 +31,8 @@ class ModuleTree:
         self._root = root
         self.walks = 0
         """How often everything was looked through."""
-        self._tables: list[dict[str, Any]] = []
-        self._members: list[Any] = []
         self._modules: list[tuple[str, nn.Module]] = []
+        self._found = _Members([])
         self._lookups: list[nn.Embedding | nn.EmbeddingBag] = []
         self._parameters: list[nn.Parameter] = []
         self._trained: dict[str, bool] = {}
@@ -65,16 +67,39 @@ class ModuleTree:
 
     def _look(self) -> None:
         """What is remembered is what is there now."""
-        members = [member for table in self._tables for member in (*table, *table.values())]
-        if self.walks and len(members) == len(self._members) and all(map(operator.is_, members, self._members)):
+        if self.walks and self._found.are_now():
             return
         self.walks += 1
         self._modules = list(self._root.named_modules())
         self._parameters = [parameter for _, parameter in self._root.named_parameters()]
         self._lookups = [m for _, m in self._modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-        self._tables = [table for _, m in self._modules for table in (m._parameters, m._modules)]
-        self._members = [member for table in self._tables for member in (*table, *table.values())]
+        self._found = _Members([module for _, module in self._modules])
         self._trained, self._layout = {}, None
+
+
+class _Members:
+    """The parameters and modules that modules have, by name; asked of all in a few calls, since every save asks."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._tables = self._tables_now()
+        # Those of a scripted module are no dictionaries, and nothing of them is the same object twice.
+        self._comparable = {dict, OrderedDict}.issuperset(map(type, self._tables))
+        self._lengths, self._names, self._values = self._members() if self._comparable else ([], [], [])
+
+    def are_now(self) -> bool:
+        """Whether the modules have these and no others; no, if nobody knows."""
+        if not self._comparable or not all(map(operator.is_, self._tables_now(), self._tables)):
+            return False
+        lengths, names, values = self._members()
+        return lengths == self._lengths and names == self._names and all(map(operator.is_, values, self._values))
+
+    def _tables_now(self) -> list[dict[str, Any]]:
+        return list(chain.from_iterable(map(_tables, self._modules)))
+
+    def _members(self) -> tuple[list[int], list[str], list[Any]]:
+        values = chain.from_iterable(map(dict.values, self._tables))
+        return list(map(len, self._tables)), list(chain.from_iterable(self._tables)), list(values)
 
 
 class _Layout:

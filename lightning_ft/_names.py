@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 FORMAT_VERSION = 1
 LOCK_NAME = ".lightning_ft.lock"
+ORIGIN_NAME = ".lightning_ft.dirpath"
 PROBE_PREFIX = ".lightning_ft.probe."
 SUFFIX = ".ckpt"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -28,7 +29,7 @@ class Late:
     addresses: frozenset[int]
     """Of parameters that an optimizer trains."""
     never: frozenset[int]
-    """Of what a forward pass may change: buffers, and embeddings that renormalise themselves."""
+    """Of what may change before: buffers, embeddings that renormalise themselves, and settings of optimizers."""
     optimizer_steps: int
     """Steps taken when the copy was asked for."""
 
@@ -37,10 +38,18 @@ class Late:
         """What an optimizer step changes, and nothing else does.
 
         A parameter that no optimizer has (a frozen one, a momentum encoder) is not among them: whatever changes it
-        does so in the forward pass.
+        does so in the forward pass. Nor is one of a single element: a temperature is often kept within bounds there.
         """
-        trained = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
-        return cls(_addresses(trained), _addresses(tree.changed_in_forward()), optimizer_steps)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        trained = [p for group in groups for p in group["params"] if p.requires_grad and p.numel() > 1]
+        # Whoever schedules a learning rate that is a tensor writes into it when a batch starts, or just before a step.
+        settings = [t for g in groups for name, value in g.items() if name != "params" for t in _tensors(value)]
+        return cls(_addresses(trained), _addresses(tree.changed_in_forward() + settings), optimizer_steps)
+
+
+def _tensors(setting: Any) -> list[Tensor]:
+    items = setting if isinstance(setting, (tuple, list)) else (setting,)
+    return [item for item in items if isinstance(item, Tensor)]
 
 
 def _addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -65,9 +74,13 @@ class Work:
         return [*self.grouped, *self.raw, *(index for indices in self.device.values() for index in indices)]
 
     def sources(self, extents: Sequence[Extent], addresses: Sequence[int]) -> list[Tensor]:
-        """The bytes at the addresses of those that are copied in groups; kept, and theirs is none of the memory.
+        """The bytes at `addresses` of what is copied in groups; the same tensors again while they lie there.
 
-        Only to be used as long as somebody else holds it.
+        The memory is not theirs: they are good for as long as the training, or somebody else, holds it.
+
+        Args:
+            extents: Of the whole layout.
+            addresses: Of each tensor's storage, now.
         """
         wanted = [addresses[extents[index].tensor] for index in self.grouped]
         if wanted != self._addresses:
@@ -102,15 +115,16 @@ class Plan:
         """The buffers are laid out for `entries`; what was in them is lost."""
         # Tensors hold on to the memory they lie in: with the old ones there, growing would need both at once.
         self.places = self.targets = []
+        self.reductions: Reductions = {}
         self.entries = entries
         self.alike: Alike | None = None
-        """Tells whether tensors have the signature; None until somebody has made it."""
-        self.templates: dict[str, Template | None] = {}
+        """Tells whether tensors have the signature; None if nobody can, or nobody has made it yet."""
+        self.templates: dict[str, Template] = {}
         """Copies of parts of a checkpoint, with `targets` in them."""
         self.layout = lay_out(entries, PINNED_BLOCK_BYTES if self.buffers.pinned else None)
         self.places = self.buffers.tensors(self.layout)
         self.targets = [self._target(number) for number in range(len(entries))]
-        self.reductions: Reductions = dict.fromkeys(map(id, self.targets))
+        self.reductions = dict.fromkeys(map(id, self.targets))
         self.unplaced = [number for number, extent in enumerate(self.layout.extent_of) if extent is None]
         """Tensors without a storage of their own: their targets are empty."""
         self._filled = [(index, extent.tensor) for index, extent in enumerate(self.layout.extents) if extent.size_bytes]

@@ -60,34 +60,39 @@ class Plans:
         self._free.clear()
 
     def _known(self, checkpoint: dict[str, Any]) -> Prepared | None:
-        plan = self._free[0] if self._free else None
-        if plan is None or plan.alike is None:
+        if not self._free:
             return None
-        skeleton = Skeleton(checkpoint, plan.templates)
-        addresses = plan.alike.addresses(skeleton.tensors)
-        if addresses is None:
-            return None
-        self._free.remove(plan)
-        return plan, skeleton, addresses
+        plan = self._free.pop(0)  # now: a handler of a signal may save, too, and its copy must be another one
+        addresses = None
+        try:
+            if plan.alike is not None:
+                skeleton = Skeleton(checkpoint, plan.templates)
+                addresses = plan.alike.addresses(skeleton.tensors)
+        finally:
+            if addresses is None:
+                self._free.insert(0, plan)
+        return None if addresses is None else (plan, skeleton, addresses)
 
     def _made(self, checkpoint: dict[str, Any]) -> Prepared:
         skeleton = Skeleton(checkpoint)
         entries, addresses = signature(skeleton.tensors)
         plan = self._plan_for(entries)
         plan.templates = {}
-        plan.alike = Alike(skeleton.tensors, entries)
+        alike = Alike(skeleton.tensors, entries)
+        plan.alike = alike if alike.can_tell else None
         return plan, skeleton, addresses
 
     def _plan_for(self, entries: Signature) -> Plan:
         pinned = any(is_streamed(device) for device in {entry[2] for entry in entries if entry})
-        free = [plan for plan in self._free if plan.buffers.pinned == pinned]
-        same = [plan for plan in free if plan.entries == entries]
-        if not free:
-            self._free.clear()  # of another kind, if any
-            self.made += 1
-            return Plan(entries, Buffers(pinned))
-        plan = (same or free)[0]
-        self._free.remove(plan)
-        if not same:
-            plan.arrange(entries)
-        return plan
+        while free := [plan for plan in self._free if plan.buffers.pinned == pinned]:
+            plan = next((plan for plan in free if plan.entries == entries), free[0])
+            try:
+                self._free.remove(plan)
+            except ValueError:  # the handler of a signal has taken it, in the main thread
+                continue
+            if plan.entries != entries:
+                plan.arrange(entries)
+            return plan
+        self._free.clear()  # of another kind, if any
+        self.made += 1
+        return Plan(entries, Buffers(pinned))

@@ -103,7 +103,12 @@ def collect(checkpoint: Any, reductions: Reductions | None = None) -> Records:
     if found != _PARAMETERS:
         raise UnfamiliarTorchError(f"torch.serialization._save takes {found}")
     records = Records()
-    save_records(checkpoint, records, _PickleModule(reductions or {}), torch.serialization.DEFAULT_PROTOCOL, False)
+    module = _PickleModule(reductions or {})
+    try:
+        save_records(checkpoint, records, module, torch.serialization.DEFAULT_PROTOCOL, False)
+    finally:
+        # A class lives on until the garbage collector comes by, and with its reductions all memory of a snapshot would.
+        del module.Pickler.reductions
     return records
 
 
@@ -137,15 +142,17 @@ class _PickleModule:
 
     __name__ = "pickle"
 
-    def __init__(self, reductions: Reductions) -> None:
+    def __init__(self, given: Reductions) -> None:
         class Pickler:
+            reductions = given
+
             def __init__(self, buffer: Any, protocol: int) -> None:
                 self._buffer = buffer
                 self._protocol = protocol
 
             def dump(self, value: Any) -> None:
                 storage_id = self.persistent_id  # type: ignore[attr-defined]
-                _Pickler(self._buffer, self._protocol, storage_id, reductions).dump(value)
+                _Pickler(self._buffer, self._protocol, storage_id, self.reductions).dump(value)
 
         self.Pickler = Pickler
 

@@ -14,27 +14,25 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events, rotation
+from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
 from lightning_ft._dist import Ranks
+from lightning_ft._failure import GIVE_UP_AFTER
 from lightning_ft._loaders import TrackedLoaders
-from lightning_ft._lock import DirectoryLock
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
-from lightning_ft.discovery import list_checkpoints, start_of
-from lightning_ft.errors import SaveError
+from lightning_ft._tiers import Tiers
+from lightning_ft._two_tiers import LocalTier
 from lightning_ft.guards import Guard
-from lightning_ft.plugin import GIVE_UP_AFTER, KEY, FaultTolerantCheckpointIO, SaveOptions
+from lightning_ft.plugin import KEY, FaultTolerantCheckpointIO, SaveOptions
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
-from lightning_ft.storage import Storage
 from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, time_due
 
 _log = logging.getLogger(__name__)
@@ -46,6 +44,7 @@ class Settings:
 
     trigger: Trigger
     retention: Retention
+    local: LocalTier | None
     save_on_train_end: bool
     guards: tuple[Guard, ...]
     seed_workers: bool
@@ -89,22 +88,22 @@ class Session:
         self._dirpath = dirpath
         self._settings = settings
         self._plugin = plugin
-        self._options = plugin.storage_options if plugin is not None else None
         self._ranks = ranks
         self._tell = told
         self._chosen = chosen
         self._vote = ranks.vote()
-        self._lock: DirectoryLock | None = None
+        self._tiers = Tiers(dirpath, settings.retention, settings.local, plugin)
         self._restore: Restore | None = None
         self._undo: list[Callable[[], None]] = []
-        self._names, self._start, self._new_run_id = ranks.decide(self._open_directory)
+        self._start, self._new_run_id = self._tiers.open(ranks)
         self._continues = continues
         self.run_id = continues or self._new_run_id
         self._parent: str | None = None
         self._seed = os.environ.get("PL_GLOBAL_SEED")
         progress = _loops.progress(trainer)  # not zero if the trainer has been fitted before
-        self._pending = Pending(LastSave(progress.step, progress.epochs))
-        self._saved_batch = -1
+        self._pending = self._local_pending = Pending(LastSave(progress.step, progress.epochs))
+        self._saved_batch = self._uploaded_batch = -1
+        self._saved_path = ""
         self._saved_at = time.monotonic()
         self._saving: tuple[str, str] | None = None
         self._stopped_within_epoch = False
@@ -128,20 +127,6 @@ class Session:
     def _wait_for(self, path: str) -> None:
         if self._plugin is not None and self._ranks.is_zero:
             self._plugin.wait_for(path)
-
-    def _open_directory(self) -> tuple[set[str], int, str]:
-        """Ranks: zero. Names in the directory, the ordinal of this start, and the id of the run if it is a new one."""
-        storage = Storage(self._options)
-        storage.probe(self._dirpath)
-        self._lock = DirectoryLock(self._dirpath)
-        self._lock.acquire()
-        try:
-            storage.remove_leftovers(self._dirpath)
-            names, start = start_of(self._dirpath, self._options)
-        except BaseException:
-            self._lock.release()  # nobody closes a session that was never made
-            raise
-        return names, start, uuid.uuid4().hex
 
     def finish(self) -> None:
         """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
@@ -168,8 +153,7 @@ class Session:
         if self._restore is not None:
             self._restore.close()
         self._ranks.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._tiers.close()
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -182,20 +166,22 @@ class Session:
             return
         self._parent = saved["generation"]
         self._seed = saved["seed"]
-        self._pending = Pending(LastSave(saved["step"], saved["epochs"]))
+        self._pending = self._local_pending = Pending(LastSave(saved["step"], saved["epochs"]))
         # From an older checkpoint, or one of another directory, a branch with an id of its own begins: its
         # rotation must not count, or delete, the checkpoints of the line it left.
-        inside = _names.split(_names.normalise(path))[0] == self._dirpath
-        if inside and not self._ranks.decide(lambda: self._superseded(saved, path)):
+        path = _names.normalise(path)
+        if self._tiers.has(path) and not self._ranks.decide(lambda: self._superseded(saved, path)):
             self.run_id = saved["run_id"]
+            if self._ranks.is_zero and self._tiers.is_local(path):
+                # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
+                self._tiers.upload(path, self.run_id)
 
     def _superseded(self, saved: dict[str, Any], path: str) -> bool:
         """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""
         if path == self._chosen:
             return False
         position = saved["start"], saved["batch"]
-        infos = list_checkpoints(self._dirpath, self._options)
-        newer = [i for i in infos if i.problem is None and i.order[:2] > position]
+        newer = [i for i in self._tiers.infos() if i.problem is None and i.order[:2] > position]
         return any(_names.parse_checkpoint_name(i.name) for i in newer)
 
     # -- the loops: see the table in `_loops` --------------------------------------------------------------------
@@ -259,22 +245,25 @@ class Session:
             _surprises.check_hyper_parameters(self._trainer)
         if not self._ranks.is_zero:
             return
-        _callbacks.clear_directories_of_others(self._trainer, self._dirpath, self._options)
+        options = self._plugin.storage_options if self._plugin is not None else None
+        _callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
         if self._start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
-        _surprises.say(self._trainer, self._dirpath, self._settings.trigger, self._settings.save_on_train_end)
+        local = self._settings.local
+        often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
+        _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
 
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""
-        writer = self._plugin.writer if self._plugin is not None and self._ranks.is_zero else None
+        plugin = self._plugin if self._ranks.is_zero else None
         stop = bool(self._settings.guards) and self._poll_guards()
         since = time.monotonic() - self._saved_at
         if self._vote.cast_open:
             # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
             self._vote.read()
         self._vote.cast(
-            save_failed=int(writer is not None and writer.failed),
-            writer_busy=int(writer is not None and writer.busy),
+            save_failed=int(plugin is not None and plugin.failed),
+            writer_busy=int(plugin is not None and plugin.writer.busy),
             repeat=int(self._must_repeat()),
             time_due=int(self._ranks.is_zero and time_due(self._settings.trigger, since)),
             stop=int(stop),
@@ -319,7 +308,7 @@ class Session:
         if plugin is None:
             return
         plugin.drain()
-        if self._ranks.decide(lambda: plugin.writer.failed):
+        while self._ranks.decide(lambda: plugin.failed):
             self._report_failure(after)
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
@@ -361,42 +350,55 @@ class Session:
             time_due=bool(votes.get("time_due")),
         )
         self._pending, reason = advance(self._settings.trigger, self._pending, facts)
+        local = self._settings.local
+        only_local = None
+        if local is not None:
+            self._local_pending, only_local = advance(local.trigger, self._local_pending, facts)
         if self._stopping and not facts.accumulating:
             _loops.stop_now(self._trainer)
             self._stopped_within_epoch = not epoch_finished
             reason = reason or "stop"  # whatever `save_on_train_end` says: the run is to be continued
         elif ends_here and self._settings.save_on_train_end:
             reason = reason or "train_end"
-        elif reason is not None and votes.get("writer_busy") and self._skips_when_busy:
-            events.emit(events.SaveSkipped(self._dirpath, progress.step, "another save is being written"))
+        elif (reason or only_local) and votes.get("writer_busy") and self._skips_when_busy:
+            events.emit(events.SaveSkipped(self._tiers.first, progress.step, "another save is being written"))
             self._pending, reason = replace(self._pending, postponed=reason), None
-        if reason is not None:
-            self._save(reason, "epoch" if epoch_finished else "step", progress)
+            self._local_pending, only_local = replace(self._local_pending, postponed=only_local), None
+        if reason or only_local:
+            boundary = "epoch" if epoch_finished else "step"
+            self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
 
     @property
     def _skips_when_busy(self) -> bool:
         return self._plugin is not None and self._plugin.when_busy == "skip"
 
-    def _save(self, reason: str, boundary: str, progress: Progress) -> None:
-        """The state is copied and on its way to disk."""
+    def _save(self, reason: str, boundary: str, progress: Progress, *, upload: bool = True) -> None:
+        """The state is copied and on its way to disk; to the local one alone, if there are two and not `upload`."""
+        last = reason in ("stop", "train_end")
         if progress.batch == self._saved_batch:
+            if upload and self._settings.local is not None and progress.batch != self._uploaded_batch:
+                self._uploaded_batch = progress.batch
+                if self._ranks.is_zero:
+                    self._tiers.upload(self._saved_path, self.run_id)
             return
-        path = _names.join(self._dirpath, self._new_name(progress.step))
+        path = self._tiers.new_path(progress.step)
         options = None
         if self._plugin is not None:
             options = SaveOptions(
-                partial(rotation.rotate, self._dirpath, path, self.run_id, self._settings.retention, self._options),
+                self._tiers.on_commit(path, self.run_id, upload=upload),
                 # After the last batch of an epoch, or of training, callbacks may change parameters before a step does.
                 late=self._late() if boundary == "step" and not self._stopped_within_epoch else None,
-                replaceable=reason not in ("stop", "train_end"),
+                replaceable=not last and not (upload and self._settings.local is not None),
             )
         self._saving = reason, boundary
         try:
             self._trainer.save_checkpoint(path, weights_only=False, storage_options=options)
         finally:
             self._saving = None
-        self._saved_batch = progress.batch
-        self._saved_at = time.monotonic()
+        self._saved_batch, self._saved_path = progress.batch, path
+        if upload:
+            self._uploaded_batch = progress.batch
+            self._saved_at = time.monotonic()
 
     def _late(self) -> Late | None:
         # Rank 0 takes the copy. The others, and a plugin that copies at once, need not look through the parameters.
@@ -404,43 +406,38 @@ class Session:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)
 
-    def _new_name(self, step: int) -> str:
-        """A name that is not in the directory: no checkpoint is ever written over."""
-        name = _names.next_name(step, self._names)
-        self._names.add(name)
-        return name
-
     def _report_failure(self, after: str) -> None:
         """Rank 0's failed save is known on all ranks: raised, or logged and lived with."""
-
-        def take() -> tuple[SaveError | None, bool, int, str]:
-            assert self._plugin is not None
-            writer = self._plugin.writer
-            return writer.take_failure(), writer.newest_failed, writer.failures_in_a_row, self._plugin.on_error
-
-        failure, newest_failed, in_a_row, on_error = self._ranks.decide(take)
+        assert self._plugin is not None
+        failure = self._ranks.decide(self._plugin.take_failure)
         if failure is None:
             return
-        if newest_failed:
+        if failure.newest_save:
             self._saved_batch = -1  # the state is still to be saved, should training end here
-        if on_error == "raise" or in_a_row >= GIVE_UP_AFTER:
-            raise failure
+        if failure.newest_upload:
+            self._uploaded_batch = -1  # or to be uploaded
+        if failure.ends_the_run:
+            raise failure.error
         if self._ranks.is_zero:
-            _log.warning("%s (%s; %d in a row, the run stops at %d)", failure, after, in_a_row, GIVE_UP_AFTER)
+            _log.warning(
+                "%s (%s; %d in a row, the run stops at %d)", failure.error, after, failure.in_a_row, GIVE_UP_AFTER
+            )
 
     def _on_event(self, event: events.Event) -> None:
         """Thread: main or writer."""
-        dirpath, name = _names.split(event.path)
-        # Not what another callback saves through the same plugin.
-        if isinstance(event, events.Committed) and dirpath == self._dirpath and _names.parse_checkpoint_name(name):
+        if not isinstance(event, events.Committed) or not self._tiers.has(event.path):
+            return
+        if _names.parse_checkpoint_name(_names.split(event.path)[1]):  # not what another callback saves there
             self._committed.append(event)
 
     def _tell_of_commits(self) -> None:
         """Loggers hear of a checkpoint after it is durable, never before."""
-        committed = None
+        newest = None
         while self._committed:
             committed = self._committed.popleft()
-            self.news.log_metrics(committed.metrics)
-        if committed is not None:  # of several the newest: the others may have been rotated away
-            self._tell(committed.path)
+            self.news.log_metrics(self._tiers.figures(committed))
+            if newest is None or committed.step >= newest.step:
+                newest = committed
+        if newest is not None:  # of several the newest: the others may have been rotated away
+            self._tell(newest.path)
         self.news.pass_on()

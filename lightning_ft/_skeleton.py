@@ -35,7 +35,7 @@ class Skeleton:
         templates: Of earlier copies, by the part of the checkpoint. Where one fits, its copy is used again.
     """
 
-    def __init__(self, checkpoint: dict[str, Any], templates: Mapping[str, Template | None] | None = None) -> None:
+    def __init__(self, checkpoint: dict[str, Any], templates: Mapping[str, Template] | None = None) -> None:
         self.tensors: list[Tensor] = []
         """Every tensor, each object once, in the order of the walk; the walk of equal structures is equal."""
         self.of_optimizers = range(0)
@@ -48,7 +48,8 @@ class Skeleton:
         self._memo: dict[int, Any] = {}
         self._root: dict[str, Any] = {}
         self._memo[id(checkpoint)] = self._root
-        self._walked: list[tuple[str, Any]] = []
+        self._walked: list[tuple[str, Any, int]] = []
+        self._met_again = False  # something of the part that is walked: it gets no template then (see there)
         self._refilled_ids: list[set[int]] = []
         self._unindexed: list[tuple[int, list[Tensor]]] = []
         for key, value in checkpoint.items():
@@ -56,11 +57,14 @@ class Skeleton:
             template = templates.get(key) if templates else None
             if template is not None and self._refilled(template, value):
                 self._root[key] = template.copy
+            elif is_plain(value):
+                self._root[key] = value
             else:
-                if not is_plain(value):
-                    self._index_refilled()
-                    self._walked.append((key, value))
+                self._index_refilled()
+                self._met_again = False
                 self._root[key] = self._copied(value, self._root, key)
+                if not self._met_again:
+                    self._walked.append((key, value, first))
             if key == "optimizer_states":
                 self.of_optimizers = range(first, len(self.tensors))
             self.odd = self.odd or type(key) is not str
@@ -78,22 +82,21 @@ class Skeleton:
                 container[key] = copy.deepcopy(value, memo)
         return self._root
 
-    def templates(self) -> dict[str, Template | None]:
-        """Of the parts that were walked, for later copies in the same place; None of those that cannot be kept.
+    def templates(self) -> dict[str, Template]:
+        """For later copies in the same place: of the parts that were walked, those that can be kept.
 
         To be made when the copy is filled.
         """
-        made: dict[str, Template | None] = {}
-        for key, value in self._walked:
-            try:
-                made[key] = Template(value, self._root[key])
-            except UnfitError:
-                made[key] = None
+        made: dict[str, Template] = {}
+        for key, value, first in self._walked:
+            # A structure may be so deep that only the walk has room on the stack.
+            with contextlib.suppress(UnfitError, RecursionError):
+                made[key] = Template(value, self._root[key], first)
         return made
 
     def _refilled(self, template: Template, value: Any) -> bool:
         """Whether the copy of `template` can be used; sharing nothing with what was copied before."""
-        refilled = template.refill(value)
+        refilled = template.refill(value) if template.first == len(self.tensors) else None
         if refilled is None:
             return False
         tensors, copies = refilled
@@ -138,6 +141,7 @@ class Skeleton:
     def _copied_dict(self, source: Any, container: Any, key: Any) -> Any:
         known = self._memo.get(id(source))
         if known is not None:
+            self._met_again = True
             return known
         if not all(type(name) in _UNCHANGING for name in source):
             return self._later(source, container, key)
@@ -162,6 +166,7 @@ class Skeleton:
     def _copied_list(self, source: list[Any]) -> Any:
         known = self._memo.get(id(source))
         if known is not None:
+            self._met_again = True
             return known
         copied: list[Any] = source.copy()
         self._memo[id(source)] = copied
@@ -195,6 +200,8 @@ class Skeleton:
         index = self._indices.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
+        else:
+            self._met_again = True
         return index
 
 

@@ -5,7 +5,7 @@ One save with ``staging="overlap"``, who does what, and what is true after it::
     step                        thread    afterwards
     --------------------------  --------  ----------------------------------------------------------------
     stage(): structure          main      plain values, lists and objects are copied, tensors have a place
-    stage(): at-once copies     main      module buffers and unusual tensors are copied
+    stage(): at-once copies     main      what the forward pass may change, and unusual tensors, are copied
     stage(): late copies begin  main      (they run on in another thread, on a device on a stream)
     late copies                 stager    parameters and optimizer state are copied
     finish()                    main      nothing will be read any more: the optimizer may step
@@ -371,6 +371,9 @@ class Stager:
         Args:
             checkpoint: What Lightning made for a save.
             late: What may be copied after this has returned, until `finish`; None: nothing.
+
+        Raises:
+            Exception: What an object raises that cannot be copied; no memory is held for the snapshot then.
         """
         began = time.monotonic()
         self.finish()
@@ -379,11 +382,12 @@ class Stager:
         staged = Staged(self, plan, skeleton, addresses, late, began)
         try:
             staged._take(skeleton, late, check=not self._checked)
+            if plan.alike is not None:  # else they would never be asked for
+                plan.templates.update(skeleton.templates())
         except BaseException:
             staged.release()
             raise
         self._checked = self._checked or bool(staged._watched)
-        plan.templates.update(skeleton.templates())
         self._pending = staged
         staged.blocked_secs = time.monotonic() - staged._began
         if late is None and not staged._events:

@@ -16,33 +16,36 @@ import torch
 from torch import Tensor
 
 from lightning_ft._layout import has_one_storage
-from lightning_ft._weights_only import is_plain
+from lightning_ft._weights_only import are_plain, is_plain
 
 _TENSOR, _LEAF = "tensor", "leaf"
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _KEYS = frozenset({str, int, bool, type(None)})
-_FEW = 8
+_FEW = 8  # dictionaries: up to so many are quicker asked one by one than together
 
 
 class Template:
     """A copy of one part of a checkpoint, and what has to be found again for the copy to be of use again.
 
-    Only dictionaries and lists, of tensors and plain values; none of them twice, nor within itself.
+    Only of dictionaries and lists, of tensors and plain values.
 
     Thread: one at a time.
 
     Args:
-        value: The part, as it was.
+        value: The part, as it was; no dictionary, list or tensor of it is anywhere else in the checkpoint.
         copy: A copy of its containers; the tensors in it stay where they are.
+        first: How many tensors a walk of the checkpoint finds before those of `value`.
 
     Raises:
         UnfitError: Something else is in it.
     """
 
-    def __init__(self, value: Any, copy: Any) -> None:
-        self._node = _node(value, copy, {})
+    def __init__(self, value: Any, copy: Any, first: int) -> None:
+        self._node = _node(value, copy)
         self.copy = copy
         """The copy, as of the last `refill`; without a meaning after one that failed."""
+        self.first = first
+        """The number of its first tensor: elsewhere, those in `copy` are not the ones that belong there."""
 
     def refill(self, value: Any) -> tuple[list[Tensor], dict[int, Any]] | None:
         """The copy is one of `value` now, but for its tensors; None: `value` has another structure.
@@ -64,17 +67,19 @@ class _Mapping:
 
     __slots__ = ("_attributes", "_children", "_copy", "_kind", "_names", "_only", "_rows", "_types")
 
-    def __init__(self, value: Any, copy: Any, seen: dict[int, Any]) -> None:
+    def __init__(self, value: Any, copy: Any) -> None:
         self._kind = type(value)
         self._copy = copy
         self._names = list(value)
         self._types = list(map(type, self._names))
         if not _KEYS.issuperset(self._types):  # of others, equal is not always the same
             raise UnfitError
-        self._children = [_child(item, copy.get(name), seen) for name, item in value.items()]
+        if not are_plain(self._names) or self._names != list(copy):  # another thread may have changed it
+            raise UnfitError
+        self._children = [_child(item, copy[name]) for name, item in value.items()]
         # `nn.Module.state_dict` leaves the versions of the modules in an attribute of its dictionary.
         attributes = self._kind is OrderedDict and vars(value)
-        self._attributes = _Mapping(attributes, vars(copy), seen) if attributes else None
+        self._attributes = _Mapping(attributes, vars(copy)) if attributes else None
         kinds = {child if child in (_TENSOR, _LEAF) else "container" for child in self._children}
         self._only = kinds.pop() if len(kinds) == 1 else ""
         self._rows = _Rows(self._children) if self._only == "container" and len(self._children) > _FEW else None
@@ -83,13 +88,13 @@ class _Mapping:
         if type(value) is not self._kind or id(value) in own:
             return False
         own[id(value)] = self._copy
-        if not _same_names(list(value), self._names, self._types):
+        if not _same_names(list(value), self._names, self._types) or not self._refill_items(value, found, own):
             return False
-        if self._attributes is not None:
-            if not self._attributes.refill(vars(value), found, own):
-                return False
-        elif self._kind is OrderedDict and vars(value):
-            return False
+        if self._attributes is not None:  # after the items, as in a walk
+            return self._attributes.refill(vars(value), found, own)
+        return self._kind is dict or not vars(value)
+
+    def _refill_items(self, value: Any, found: list[Tensor], own: dict[int, Any]) -> bool:
         if self._only == _TENSOR:
             found += value.values()
             return _TENSORS.issuperset(map(type, value.values()))
@@ -153,15 +158,21 @@ def _same_names(names: list[Any], expected: list[Any], types: list[type]) -> boo
 class _Sequence:
     __slots__ = ("_children", "_copy")
 
-    def __init__(self, value: list[Any], copy: list[Any], seen: dict[int, Any]) -> None:
+    def __init__(self, value: list[Any], copy: list[Any]) -> None:
         self._copy = copy
-        self._children = [_child(item, place, seen) for item, place in zip(value, copy, strict=True)]
+        if len(value) != len(copy):  # another thread has changed it
+            raise UnfitError
+        self._children = None if are_plain(value) else list(map(_child, value, copy))
 
     def refill(self, value: Any, found: list[Tensor], own: dict[int, Any]) -> bool:
-        if type(value) is not list or len(value) != len(self._children) or id(value) in own:
+        if type(value) is not list or len(value) != len(self._copy) or id(value) in own:
             return False
         own[id(value)] = copy = self._copy
-        if all(map(operator.is_, value, copy)):  # leaves, and all the same: whatever else there is was copied
+        if self._children is None:
+            if not all(map(operator.is_, value, copy)):
+                if not are_plain(value):
+                    return False
+                copy[:] = value
             return True
         for index, (item, child) in enumerate(zip(value, self._children, strict=True)):
             if child is _TENSOR:
@@ -178,25 +189,17 @@ class _Sequence:
         return True
 
 
-def _child(item: Any, copy: Any, seen: dict[int, Any]) -> Any:
+def _child(item: Any, copy: Any) -> Any:
     if type(item) in _TENSORS:
         if not has_one_storage(item):  # it has no place of its own, but another copy each time
             raise UnfitError
-        _see(item, seen)
         return _TENSOR
-    return _LEAF if is_plain(item) else _node(item, copy, seen)
+    return _LEAF if is_plain(item) else _node(item, copy)
 
 
-def _node(value: Any, copy: Any, seen: dict[int, Any]) -> _Mapping | _Sequence:
-    _see(value, seen)
+def _node(value: Any, copy: Any) -> _Mapping | _Sequence:
     if type(value) is list:
-        return _Sequence(value, copy, seen)
+        return _Sequence(value, copy)
     if type(value) not in (dict, OrderedDict):
         raise UnfitError
-    return _Mapping(value, copy, seen)
-
-
-def _see(item: Any, seen: dict[int, Any]) -> None:
-    if id(item) in seen:
-        raise UnfitError
-    seen[id(item)] = item  # kept, so that no other object can have its id meanwhile
+    return _Mapping(value, copy)

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._session import Session, Settings
+from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
@@ -50,6 +51,15 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         train_time_interval: Save when so much time has passed since the last save, by the clock of rank 0.
         keep_last: How many checkpoints of this run are kept, at least 1; -1 keeps all.
         keep_every_n_train_steps: The first checkpoint at or after each multiple of this is kept for good.
+        local_dirpath: A directory on a fast local disk, in front of a `dirpath` that is slow. Every save is written
+            there, and what is due in `dirpath` is copied from there in the background, byte for byte; a copy that still
+            waits when the next one is due is left out, so training never waits for it. A restart takes the newest good
+            checkpoint of both, and the local copy of one that is in both. With several machines a local checkpoint that
+            not every rank sees is passed over. Must belong to this `dirpath` alone; may be empty at any start.
+        local_every_n_train_steps: Save locally, and only there, when `trainer.global_step` passes a multiple of this.
+            Without it, nothing is saved that is not due in `dirpath`.
+        local_keep_last: How many checkpoints of this run are kept in `local_dirpath`, beside what is still to be
+            copied.
         save_on_train_end: Save when training ends, unless that state is saved already.
         guards: Asked before every step whether the run should save and stop.
         seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
@@ -70,6 +80,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         train_time_interval: timedelta | None = None,
         keep_last: int = 3,
         keep_every_n_train_steps: int | None = None,
+        local_dirpath: str | os.PathLike[str] | None = None,
+        local_every_n_train_steps: int | None = None,
+        local_keep_last: int = 2,
         save_on_train_end: bool = True,
         guards: Sequence[Guard] = (),
         seed_workers: bool = True,
@@ -91,6 +104,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.settings = Settings(
             trigger=resolve(Trigger(every_n_train_steps, every_n_epochs, train_time_interval)),
             retention=Retention(keep_last, keep_every_n_train_steps),
+            local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
             **flags,
         )
@@ -102,6 +116,22 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._run_id = ""
         self._chosen = ""
         self._forget_choice: Callable[[], None] | None = None
+
+    @staticmethod
+    def _local_tier(
+        local_dirpath: str | os.PathLike[str] | None,
+        every_n_train_steps: int | None,
+        keep_last: int,
+        dirpath: str | os.PathLike[str] | None,
+    ) -> LocalTier | None:
+        if local_dirpath is not None:
+            remote = None if dirpath is None else _names.normalise(dirpath)
+            return LocalTier.of(local_dirpath, every_n_train_steps, keep_last, remote)
+        if every_n_train_steps is not None:
+            raise ConfigurationError(
+                f"local_every_n_train_steps={every_n_train_steps!r}: needs local_dirpath, a directory to save into"
+            )
+        return None
 
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
@@ -127,6 +157,13 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 "tune first (lightning.pytorch.tuner.Tuner), and fit without it"
             )
         self.dirpath = self._directory(trainer)
+        if self.settings.local is not None:
+            require_different(self.settings.local.dirpath, self.dirpath)
+            if plugin is None:
+                raise ConfigurationError(
+                    f"local_dirpath={self.settings.local.dirpath!r}: only FaultTolerantCheckpointIO copies checkpoints "
+                    f"from there, and this trainer has {type(trainer.strategy.checkpoint_io).__name__}"
+                )
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         self._session = Session(
@@ -189,7 +226,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         dirpath = self._directory(trainer)
         depth: Depth = "full" if plugin is None or plugin.verify == "full" else "size"
         options = plugin.storage_options if plugin is not None else None
-        path, ours = ranks.decide(lambda: _choose.choose(dirpath, depth, options))
+        path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local)
         if path is None:
             # Then Lightning takes the ``last.ckpt`` of another `ModelCheckpoint`, if there is one.
             if ranks.is_zero and not any(c._find_last_checkpoints(trainer) for c in self._other_checkpoints(trainer)):

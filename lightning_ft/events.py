@@ -29,6 +29,14 @@ class SaveStarted(Event):
 
 
 @dataclass(frozen=True)
+class UploadStarted(Event):
+    """A checkpoint that is durable at `source` is about to be copied to `path`; nothing is there yet."""
+
+    step: int
+    source: str
+
+
+@dataclass(frozen=True)
 class SaveSkipped(Event):
     """A due save was not begun."""
 
@@ -64,8 +72,13 @@ class Renamed(Event):
 
 
 @dataclass(frozen=True)
+class ReadBack(Event):
+    """The checkpoint was read and is what was written (only with `verify_after_write`)."""
+
+
+@dataclass(frozen=True)
 class Committed(Event):
-    """The checkpoint is durable under its final name."""
+    """The checkpoint is durable under its final name, and, if that was asked for, read back."""
 
     step: int
     generation: str
@@ -75,7 +88,7 @@ class Committed(Event):
     metrics: dict[str, float | int] = field(default_factory=dict)
     """`blocked_secs` (training stood still for the copy, for a place in the queue, and before the optimizer step),
     `staging_secs` (until everything was copied), `queue_secs` (until the writer took it up), `write_secs`,
-    `total_secs`, `size_bytes`, `bytes_per_sec` (of the writing)."""
+    `total_secs`, `size_bytes`, `bytes_per_sec` (of the writing); with `verify_after_write` also `read_back_secs`."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +144,13 @@ EVENT_TYPES: dict[str, type[Event]] = {
     cls.__name__: cls
     for cls in (
         SaveStarted,
+        UploadStarted,
         SaveSkipped,
         AttemptOpened,
         DataWritten,
         DataSynced,
         Renamed,
+        ReadBack,
         Committed,
         SaveFailed,
         DeleteStarted,

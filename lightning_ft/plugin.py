@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, BinaryIO, Literal
@@ -21,8 +21,10 @@ from typing_extensions import override
 from lightning_ft import _names, discovery, events
 from lightning_ft.__about__ import __version__
 from lightning_ft._engine import SaveTask, Writer
+from lightning_ft._failure import Failure, take_failure
 from lightning_ft._plan import Late
 from lightning_ft._staging import Staged, Stager
+from lightning_ft._uploads import Uploads
 from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
 from lightning_ft.manifest import Manifest
@@ -33,10 +35,6 @@ _log = logging.getLogger(__name__)
 
 KEY = "lightning_ft"
 """The one key this package adds to Lightning's checkpoint dictionary."""
-
-GIVE_UP_AFTER = 3
-"""Failed saves in a row after which a run stops, whatever `on_error` says: it is running without a net."""
-
 
 _FIT_TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).parameters  # since Lightning 2.6
 
@@ -78,6 +76,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             one copy of the state at most and not two. Saves asked for by other callbacks are never left out.
         verify: What is checked before a checkpoint is used: ``"full"`` every byte against its digest, ``"size"`` the
             manifest and the size, ``"off"`` only that the manifest, where there is one, is undamaged.
+        verify_after_write: What is read back once a checkpoint is written, in the writer thread, before it counts as
+            saved and anything older is removed: False nothing, ``"size"`` manifest and size, ``"full"`` every byte.
+            What is not as it was written is removed, and the save has failed. Of a local file the kernel's page cache
+            is dropped before, so that the disk itself is asked as far as it lets. With ``"full"`` rotation counts only
+            on checkpoints that were read whole by this process.
         on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
             there and the run goes on; the third failure in a row stops it.
         retries: How often a write is tried again after an error that may pass (timeouts, connections, busy storage).
@@ -95,6 +98,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         staging: Literal["overlap", "blocking"] = "overlap",
         when_busy: Literal["wait", "newest", "skip"] = "wait",
         verify: Literal["full", "size", "off"] = "full",
+        verify_after_write: Literal[False, "size", "full"] = False,
         on_error: Literal["raise", "warn"] = "raise",
         retries: int = 3,
         storage_options: dict[str, Any] | None = None,
@@ -103,6 +107,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         _require("staging", staging, ("overlap", "blocking"))
         _require("when_busy", when_busy, ("wait", "newest", "skip"))
         _require("verify", verify, ("full", "size", "off"))
+        _require("verify_after_write", verify_after_write, (False, "size", "full"))
         _require("on_error", on_error, ("raise", "warn"))
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise ConfigurationError(f"retries={retries!r}: must be an integer of at least 0")
@@ -112,6 +117,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self.staging = staging
         self.when_busy = when_busy
         self.verify = verify
+        self.verify_after_write = verify_after_write
         self.on_error = on_error
         self.retries = retries
         self.storage_options = storage_options
@@ -121,6 +127,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """Whether a checkpoint that ``torch.load(weights_only=True)`` would refuse is a failed save."""
         self._storage = Storage(storage_options)
         self._writer: Writer | None = None
+        self._uploads: Uploads | None = None
         self._stager: Stager | None = None
         self._own_directories: set[str] = set()
         self._loaded_path: str | None = None
@@ -132,11 +139,26 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     def writer(self) -> Writer:
         """The background writer of this process."""
         if self._writer is None:  # made late: the plugin is pickled into processes that Lightning spawns
-            self._writer = Writer(self._storage, self.retries)
+            self._writer = Writer(self._storage, self.retries, self.verify_after_write or None)
         return self._writer
 
+    @property
+    def uploads(self) -> Uploads:
+        """What copies checkpoints from a local directory to that of the run, in this process."""
+        if self._uploads is None:
+            self._uploads = Uploads(self._storage, self.retries, self.verify_after_write or None)
+        return self._uploads
+
+    def _in_turn(self) -> Iterator[Writer]:
+        """What is saved may have to be uploaded, and what is uploaded makes room where it was saved."""
+        if self._writer is not None:
+            yield self._writer
+        if self._uploads is not None:  # looked at now: the last save may have been the first to be uploaded
+            yield self._uploads
+            yield self.writer
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_writer": None, "_stager": None}
+        return {**vars(self), "_writer": None, "_uploads": None, "_stager": None}
 
     @property
     def stager(self) -> Stager:
@@ -186,6 +208,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             task = SaveTask(path, staged, manifest, options.on_commit, options.replaceable, options.asked_at)
             staged.blocked_secs = time.monotonic() - options.asked_at
             (self.writer.save if in_background else self.writer.save_now)(task)
+            if not in_background:
+                self._drain_writers()
         if self._between_fits:
             self._close_stager()  # nobody knows of a next save for which the memory would be kept
         self._report()
@@ -285,13 +309,25 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         try:
             self.before_optimizer_step()
         finally:
-            if self._writer is not None:
-                self._writer.drain()
+            self._drain_writers()
+
+    def _drain_writers(self) -> None:
+        for writer in self._in_turn():
+            writer.drain()
 
     def wait_for(self, path: str | os.PathLike[str]) -> None:
         """No save to `path` is queued or being written. Thread: main. Blocks on: the writer, if one is."""
-        if self._writer is not None and self._writer.holds(_names.normalise(path)):
+        if any(writer.holds(_names.normalise(path)) for writer in self._in_turn()):
             self.drain()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a failed save or upload waits to be reported."""
+        return any(writer.failed for writer in self._in_turn())
+
+    def take_failure(self) -> Failure | None:
+        """The oldest failure that was not yet reported, of saves before uploads; each is reported once."""
+        return take_failure(self._writer, self._uploads, self.on_error)
 
     @override
     def teardown(self) -> None:
@@ -304,18 +340,16 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         try:
             self.before_optimizer_step()
         finally:
-            if self._writer is not None:
-                self._writer.close()
+            for writer in self._in_turn():
+                writer.close()
         self._close_stager()
-        if self._writer is None:
-            return
         try:
             if sys.exc_info()[1] is None:
                 self._report()
-            elif (failure := self._writer.take_failure()) is not None:
-                _log.error("%s", failure)  # raising here would hide the error that ended the run
+            elif (failure := self.take_failure()) is not None:
+                _log.error("%s", failure.error)  # raising here would hide the error that ended the run
         finally:
-            self._writer = None
+            self._writer = self._uploads = None
 
     def fit_begins(self, *, require_weights_only: bool) -> None:
         """A callback reports failures from here on, on all ranks, and saves are made in the background again."""
@@ -325,14 +359,12 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self._close_stager()  # another model, perhaps, of which it is to be seen anew whether its copies may be late
 
     def _report(self) -> None:
-        if not self.reports_failures or self._writer is None:
-            return
-        failure = self._writer.take_failure()
+        failure = self.take_failure() if self.reports_failures else None
         if failure is None:
             return
-        if self.on_error == "raise" or self._writer.failures_in_a_row >= GIVE_UP_AFTER:
-            raise failure
-        _log.warning("%s", failure)
+        if failure.ends_the_run:
+            raise failure.error
+        _log.warning("%s", failure.error)
 
     def mark_verified(self, path: str) -> None:
         """`path` was verified in full by this process a moment ago; loading it does not hash it again."""

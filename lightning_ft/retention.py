@@ -63,9 +63,9 @@ def plan(
     ordered = sorted(infos, key=lambda info: (info.order, info.path), reverse=True)
     if not any(info.path == newest and info.problem is None and info.manifest is not None for info in infos):
         return [Decision(info.path, True, "the newest checkpoint is not known to be good") for info in ordered]
-    ours = [info.path for info in ordered if _untouchable(info, run_id) is None]
+    ours = [info.path for info in ordered if untouchable(info, run_id) is None]
     last = frozenset(ours if retention.keep_last == -1 else ours[: retention.keep_last])
-    milestones = _milestones([info for info in ordered if _untouchable(info, run_id) is None], retention)
+    milestones = _milestones([info for info in ordered if untouchable(info, run_id) is None], retention)
     return [_decide(info, retention, run_id, newest, pinned, last, milestones) for info in ordered]
 
 
@@ -83,7 +83,7 @@ def _milestones(ours: Sequence[CheckpointInfo], retention: Retention) -> frozens
     return frozenset(found)
 
 
-def _untouchable(info: CheckpointInfo, run_id: str) -> str | None:
+def untouchable(info: CheckpointInfo, run_id: str) -> str | None:
     """Why a checkpoint is never deleted, whatever the policy; None if it may be."""
     if info.problem is not None:
         # It may be another tool's, or a newer version's, or the only copy of something that can be repaired.
@@ -108,7 +108,7 @@ def _decide(
     milestones: frozenset[str],
 ) -> Decision:
     """The first rule that keeps the checkpoint, or its deletion."""
-    why_not = _untouchable(info, run_id)
+    why_not = untouchable(info, run_id)
     if why_not is not None or info.manifest is None:
         return Decision(info.path, True, why_not or "written by another tool")
     if info.path == newest:

@@ -3,14 +3,67 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_ft import discovery, events, retention
-from lightning_ft.manifest import Manifest
+from lightning_ft._read_back import read_back
+from lightning_ft.errors import CorruptCheckpointError
+from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
+
+
+class Trust:
+    """Which checkpoints of a run are known to be good to the last bit: those that this process has read.
+
+    For rotation with ``verify_after_write="full"``: what a process before this one has written, or what has decayed,
+    must not be counted unseen. Everything is read once.
+
+    Thread: writer.
+    """
+
+    def __init__(self, storage_options: Mapping[str, Any] | None) -> None:
+        self._storage = Storage(storage_options)
+        self._problems: dict[str, str | None] = {}
+
+    def read(self, manifest: Manifest) -> None:
+        """The checkpoint with this manifest was read back."""
+        self._problems[manifest.generation] = None
+
+    def seen(self, infos: Sequence[CheckpointInfo], policy: retention.Retention, run_id: str) -> list[CheckpointInfo]:
+        """`infos`, those with a problem that count for `policy` and turn out to be damaged.
+
+        Blocks on: reading what of them was never read, down to the last that is needed.
+        """
+        seen, good = list(infos), 0
+        listed = {info.manifest.generation for info in infos if info.manifest is not None}
+        self._problems = {key: value for key, value in self._problems.items() if key in listed}
+        for index in sorted(range(len(seen)), key=lambda i: (seen[i].order, seen[i].path), reverse=True):
+            info = seen[index]
+            if good == policy.keep_last or policy.keep_last == -1:
+                break
+            if retention.untouchable(info, run_id) is not None or info.manifest is None:
+                continue
+            problem = self._read(info.path, info.manifest)
+            if problem is None:
+                good += 1
+            else:
+                seen[index] = replace(info, problem=problem)
+        return seen
+
+    def _read(self, path: str, manifest: Manifest) -> str | None:
+        """What is wrong with it, read now or before. A store that does not answer raises, and is asked again."""
+        if manifest.generation not in self._problems:
+            try:
+                read_back(self._storage, path, manifest, "full")
+            except CorruptCheckpointError as error:
+                self._problems[manifest.generation] = error.reason
+            else:
+                self.read(manifest)
+        return self._problems[manifest.generation]
 
 
 def rotate(
@@ -20,22 +73,39 @@ def rotate(
     policy: retention.Retention,
     storage_options: Mapping[str, Any] | None,
     committed: Manifest,
+    *,
+    pinned: frozenset[str] = frozenset(),
+    trust: Trust | None = None,
 ) -> None:
     """`dirpath` holds what `policy` keeps of run `run_id`, judged from a fresh listing.
 
     Nothing is deleted unless `newest` is listed and good. A file that cannot be deleted stays, with a warning: one
     too many is no danger to the run.
 
-    Thread: writer. On disk after: at least `policy.keep_last` good checkpoints, once so many were made.
+    Thread: writer. On disk after: at least `policy.keep_last` good checkpoints, once so many were made. Good is what
+    the listing says, that is manifest and size; with `trust`, what was read.
+
+    Args:
+        dirpath: The directory.
+        newest: Path of the checkpoint committed last.
+        run_id: The run whose checkpoints may be deleted.
+        policy: What to keep.
+        storage_options: For `fsspec`, used with URLs only.
+        committed: The manifest of `newest`.
+        pinned: Paths that are kept whatever the policy says.
+        trust: What was read of the directory so far, `newest` included.
     """
     storage = Storage(storage_options)
     try:
         infos = discovery.list_checkpoints(dirpath, storage_options)
+        if trust is not None:
+            trust.read(committed)
+            infos = trust.seen(infos, policy, run_id)
     except Exception as error:  # stores have errors of their own classes
-        _log.warning("no rotation after %s: cannot list %s: %s", newest, dirpath, error)
+        _log.warning("no rotation after %s: cannot look through %s: %s", newest, dirpath, error)
         events.emit(events.DeleteSkipped(dirpath, f"{type(error).__name__}: {error}"))
         return
-    for decision in retention.plan(infos, policy, run_id, newest, pinned=frozenset()):
+    for decision in retention.plan(infos, policy, run_id, newest, pinned):
         if decision.keep:
             continue
         try:

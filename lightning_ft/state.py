@@ -121,11 +121,6 @@ def restore_state_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
 
 
-def requires_grad_map(module: nn.Module) -> dict[str, bool]:
-    """Which parameters are trained, by name."""
-    return {name: p.requires_grad for name, p in module.named_parameters()}
-
-
 def restore_requires_grad(module: nn.Module, saved: dict[str, bool]) -> list[str]:
     """Every parameter is frozen or trained as it was when saved; returns a line for those that were not."""
     wrong = [(n, p) for n, p in module.named_parameters() if n in saved and p.requires_grad != saved[n]]

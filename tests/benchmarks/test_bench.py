@@ -27,6 +27,7 @@ from tests.stores.fixtures import Place
 
 ROOT = Path(__file__).parents[2]
 SAVING = [name for name in CONTENDERS if name != "none"]
+CHECKPOINTING = [name for name in SAVING if name != "floor"]
 SAVES = 3
 
 
@@ -37,8 +38,8 @@ def expected() -> list[str]:
         names += [f"{shape}.{c}.{q}" for c in CONTENDERS for q in ("steps_per_sec", "throughput", "gap_secs")]
         names += [f"{shape}.{c}.{q}" for c in SAVING for q in ("blocked_secs", "durable_secs", "first_blocked_secs")]
     names += [f"restart.{way}.secs" for way in ("read", "lightning", "ours")]
-    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in ("none", "ours", "added")]
-    return names + [f"memory.{c}.{q}_bytes" for c in SAVING for q in ("peak", "kept")]
+    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in ("none", "ours", "added", "floor_added")]
+    return names + [f"memory.{c}.{q}_bytes" for c in CHECKPOINTING for q in ("peak", "kept")]
 
 
 def test_a_run_with_a_minute_state_measures_everything(tmp_path: Path) -> None:
@@ -57,7 +58,8 @@ def test_a_run_with_a_minute_state_measures_everything(tmp_path: Path) -> None:
     samples = result["samples"]
     assert [name for name in expected() if not samples.get(name)] == []
     assert all(math.isfinite(value) for values in samples.values() for value in values)
-    assert {len(samples[f"memory.{c}.peak_bytes"]) for c in SAVING} == {SAVES}
+    assert {len(samples[f"memory.{c}.peak_bytes"]) for c in CHECKPOINTING} == {SAVES}
+    assert all(t["least"] is not None for t in result["targets"] if t["name"].startswith(("idle", "throughput")))
 
     assert [t["name"] for t in result["targets"]] == [t.name for t in TARGETS]
     # A file system without O_DIRECT has no such limit.

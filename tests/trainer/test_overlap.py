@@ -38,11 +38,11 @@ from tests.trainer.runs import fit, trainer
 from tests.unit._late import LastMoment
 
 WIDTH = 64
-"""Layers of 64 x 64 float32 are 16 KiB: large enough to be copied late."""
+"""Layers of 64 x 64 float32 are 16 KiB, their biases 256 bytes: both are copied late."""
 
 
 class Wide(L.LightningModule):
-    """Weights, moments and BatchNorm buffers that are large enough; what a subclass does not say is Adam."""
+    """Weights, moments and BatchNorm buffers; what a subclass does not say is Adam."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,6 +249,39 @@ class Before(Wide):
         optimizer.optimizer.step()
 
 
+class Bounded(Wide):
+    """Keeps a temperature within bounds in the forward pass, past every counter, when it first leaves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.steps > 2:
+            self.temperature.data.mul_(0.9)
+        return super().forward(x) * self.temperature
+
+
+class WarmUp(Wide):
+    """Writes into a learning rate that is a tensor: when a batch starts, and just before the step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["lr"].mul_(0.9)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.param_groups[0]["lr"].mul_(0.9)
+        optimizer.step(closure=optimizer_closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=torch.tensor(1e-2))
+
+
+class Scripted(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.jit.script(self.second)
+
+
 def with_optimizer(make: Callable[[Any], Any]) -> type[Wide]:
     class Own(Wide):
         def configure_optimizers(self) -> Any:
@@ -270,6 +303,9 @@ MODELS: dict[str, type[Wide]] = {
     "replaced": Replaced,
     "hooked": Hooked,
     "closure-before": Before,
+    "bounded": Bounded,
+    "warm-up": WarmUp,
+    "scripted": Scripted,
     "lbfgs": with_optimizer(lambda p: torch.optim.LBFGS(p, lr=1e-3, max_iter=3, history_size=2)),
     "lbfgs-search": with_optimizer(lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe")),
     "adam-fused": with_optimizer(lambda p: torch.optim.Adam(p, fused=True)),
@@ -325,6 +361,16 @@ class Keeps(WeightAveraging):
         super().__init__(avg_fn=lambda average, current, count: 0.5 * average + 0.5 * current)
 
 
+class Rearranges(Callback):
+    """What it adds to a checkpoint is of equal form, and never in the same places twice."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        step = trainer.global_step
+        for place in range(3):
+            made = [torch.full((3,), float(10 * step + place)) for _ in range(1 + (step + place) % 3)]
+            checkpoint[f"part {(step + place) % 3}"] = made
+
+
 KINDS: dict[str, tuple[Callable[[], list[Callback]], dict[str, Any]]] = {
     "accumulation": (list, {"accumulate_grad_batches": 3}),
     "clipping": (list, {"gradient_clip_val": 0.1}),
@@ -335,6 +381,7 @@ KINDS: dict[str, tuple[Callable[[], list[Callback]], dict[str, Any]]] = {
         {"accumulate_grad_batches": 2, "val_check_interval": 3},
     ),
     "swa": (lambda: [StochasticWeightAveraging(1e-2, 1, 1)], {"max_epochs": 3}),
+    "rearranged": (lambda: [Rearranges()], {}),
     "bf16": (list, {"precision": "bf16-mixed"}),
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,18 @@ def test_where_addresses_do_not_tell_nothing_is_alike(make: Callable[[], list[Te
     assert alike(make()).addresses(make()) is None
 
 
-def test_without_torchs_own_guards_nothing_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_alike, "_TensorGuards", None)
+class Strict:
+    """Guards that do not know their own tensors again."""
+
+    def __init__(self, *tensors: Tensor, dynamic_dims_sizes: None, dynamic_dims_strides: None) -> None: ...
+
+    def check(self, *tensors: Tensor) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("guards", [None, lambda *tensors: None, lambda *tensors, **dims: None, Strict])
+def test_without_torchs_own_guards_as_they_are_here_nothing_is_alike(
+    guards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_alike, "_TensorGuards", guards)
     assert alike(same()).addresses(same()) is None

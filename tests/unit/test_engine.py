@@ -280,6 +280,45 @@ def test_closing_finishes_everything_leaves_no_thread_and_the_writer_works_again
     writer.close()
 
 
+def test_what_is_asked_for_while_the_thread_ends_is_done(
+    writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload ends at any time, and then asks the writer for something."""
+    done: list[str] = []
+    join = threading.Thread.join
+
+    def joined(thread: threading.Thread, *args: Any) -> None:
+        join(thread, *args)
+        if thread.name == "lightning-ft-writer" and not done:
+            done.append("asked")
+            writer.then("a", lambda: done.append("done"))
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    writer.save(task(tmp_path / "a.ckpt"))
+    writer.close()
+    assert done == ["asked", "done"]
+    assert not writer.unfinished
+    assert writer.drain(0)
+
+
+def test_what_comes_then_comes_in_its_turn_and_may_fail(
+    writer: Writer, storage: ScriptedStorage, tmp_path: Path
+) -> None:
+    order: list[str] = []
+    gate = storage.hold(tmp_path / "a.ckpt")
+    writer.save(task(tmp_path / "a.ckpt", lambda m: order.append("a")))
+    writer.then("x", lambda: order.append("then"))
+    writer.save(task(tmp_path / "b.ckpt", lambda m: order.append("b")))
+    writer.then("y", no_space)
+    gate.set()
+    writer.drain()
+    assert order == ["a", "then", "b"]
+    assert "the writer failed at y: OSError" in str(writer.take_failure())
+    writer.save(task(tmp_path / "c.ckpt"))
+    writer.drain()
+    assert good(tmp_path / "c.ckpt")
+
+
 def test_no_thread_before_the_first_task(writer: Writer) -> None:
     assert "lightning-ft-writer" not in [t.name for t in threading.enumerate()]
     assert writer.drain(0)

@@ -20,7 +20,7 @@ from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError, Staged,
 
 WAIT_SECS = 60.0
 """A wait that runs out is a failure, and no hang."""
-ELEMENTS = 1024  # 4 KiB of float32: the smallest that is late
+ELEMENTS = 1024  # 4 KiB of float32
 
 
 class Training:

@@ -18,6 +18,8 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.lookup = nn.Embedding(5, 2)
         self.tied = self.first
+        self.one, self.second = nn.Module(), nn.Module()
+        self.one.own = nn.Parameter(torch.ones(1))
 
 
 def requires_grad(model: nn.Module) -> dict[str, bool]:
@@ -32,6 +34,11 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "a module is added": lambda m: m.add_module("more", nn.Linear(1, 1)),
     "a module is removed": lambda m: delattr(m, "norm"),
     "a module has another name": lambda m: (delattr(m, "norm"), m.add_module("renamed", nn.BatchNorm1d(3))),
+    "parameters move to the next module": lambda m: (
+        m.second.register_parameter("own", m.one.own),
+        m.one.__delattr__("own"),
+    ),
+    "another table of parameters": lambda m: setattr(m.lookup, "_parameters", {"other": m.lookup.weight}),
     "deep inside": lambda m: setattr(m.tied, "weight", nn.Parameter(torch.ones(3, 2))),
     "a parameter is frozen": lambda m: m.first.weight.requires_grad_(False),
     "two change places": lambda m: m.first.requires_grad_(False) and m.lookup.requires_grad_(True),
@@ -86,6 +93,17 @@ def test_while_nothing_changes_nothing_is_looked_through_again() -> None:
         assert tree.layout(optimizers) is layout
         assert len(tree.changed_in_forward()) == 3
     assert tree.walks == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_module_may_be_anywhere() -> None:
+    model = Model()
+    model.norm = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    tree = ModuleTree(model)
+    for _ in range(2):
+        assert tree.requires_grad() == requires_grad(model)
+        assert len(tree.changed_in_forward()) == 3
+        next(model.norm.parameters()).requires_grad_(False)
 
 
 def test_buffers_are_those_of_now() -> None:
