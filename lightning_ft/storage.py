@@ -18,10 +18,12 @@ temporary directory, move without fsync, and keep their state on an instance sha
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
@@ -367,6 +369,8 @@ def _filled(file: BinaryIO, buffer: memoryview) -> memoryview:
 
 
 def _local_tail(path: str) -> tuple[bytes, int]:
+    if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "neither a file nor a directory", path)  # to open a pipe may take for ever
     with open(path, "rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         file.seek(max(0, size_bytes - TAIL_BYTES))

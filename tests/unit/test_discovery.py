@@ -261,6 +261,13 @@ def test_a_moved_directory_still_verifies(tmp_path: Path) -> None:
     assert chosen(tmp_path / "moved") == checkpoint_name(5)
 
 
+def test_a_pipe_of_that_name_is_no_checkpoint_and_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step=00000001.ckpt")
+    (info,) = list_checkpoints(str(tmp_path))
+    assert "neither a file nor a directory" in (info.problem or "")
+    assert "neither a file" in (verify(str(tmp_path / "step=00000001.ckpt")).problem or "")
+
+
 def test_a_storage_that_is_down_is_not_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> list[str]:
         raise PermissionError(13, "Permission denied")
