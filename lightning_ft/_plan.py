@@ -18,6 +18,8 @@ from lightning_ft._module_tree import ModuleTree
 from lightning_ft._serialise import Reductions
 from lightning_ft._template import Template
 
+# Of a parameter; its state in an optimizer is nobody's to change, however small.
+_LATE_BYTES = 4 << 10
 # Storages of less are copied together by one call of torch, larger ones piece by piece.
 _GROUPED_BYTES = 1 << 20
 
@@ -38,10 +40,11 @@ class Late:
         """What an optimizer step changes, and nothing else does.
 
         A parameter that no optimizer has (a frozen one, a momentum encoder) is not among them: whatever changes it
-        does so in the forward pass. Nor is one of a single element: a temperature is often kept within bounds there.
+        does so in the forward pass. Nor is a small one: a temperature or a scale is often kept within bounds there, and
+        through `.data`, which leaves no trace; copying it at once costs little.
         """
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        trained = [p for group in groups for p in group["params"] if p.requires_grad and p.numel() > 1]
+        trained = [p for group in groups for p in group["params"] if p.requires_grad and p.nbytes >= _LATE_BYTES]
         # Whoever schedules a learning rate that is a tensor writes into it when a batch starts, or just before a step.
         settings = [t for g in groups for name, value in g.items() if name != "params" for t in _tensors(value)]
         return cls(_addresses(trained), _addresses(tree.changed_in_forward() + settings), optimizer_steps)

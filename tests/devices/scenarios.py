@@ -164,13 +164,13 @@ def optimizer_steps_wait_for_the_copies(on: Device) -> None:
 
 
 def what_is_copied_at_once_can_be_overwritten_at_once(on: Device) -> None:
-    """Buffers and a frozen parameter: changed on the device right after `stage`, without `finish`."""
+    """Buffers, small parameters and a frozen one: changed on the device right after `stage`, without `finish`."""
     training = Training(on.device)
     expected = saved(training.checkpoint())
     with a_stager(on) as stager:
         staged = stager.stage(training.checkpoint(), training.late())
         with torch.no_grad():
-            for tensor in [*training.body.buffers(), training.body.frozen]:
+            for tensor in [*training.body.buffers(), training.body.frozen, training.head.bias]:
                 tensor.fill_(7)
         stager.finish()
         assert_same(staged.wait(), expected)

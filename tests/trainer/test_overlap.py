@@ -480,7 +480,7 @@ WAYS = {
     # way -> step of the save that fails, and what it names
     "in place": (2, r"state_dict\['second.weight'\] was changed between the step boundary and the next optimizer step"),
     "data": (1, r"state_dict\['second.weight'\] was changed \(through `.data`"),
-    "own step": (2, r"state_dict\['first.weight'\] was changed between the step boundary"),
+    "own step": (2, r"state_dict\['second.weight'\] was changed between the step boundary"),
 }
 
 

@@ -78,7 +78,7 @@ def test_what_is_late() -> None:
     now, late = plan.parts(Late.of(ModuleTree(model), [optimizer], 1), skeleton.of_optimizers)
     state = [t for p in optimizer.state.values() for t in p.values()]
     assert len(state) == 15  # three each of trained, small, large, shared, temperature
-    assert addresses(plan, late) == storages([model.trained, model.small, model.large, *state])
+    assert addresses(plan, late) == storages([model.trained, model.large, *state])
     assert sorted([*now.extents, *late.extents]) == list(range(len(plan.layout.extents)))
     assert not set(now.extents) & set(late.extents)
 
