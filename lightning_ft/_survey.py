@@ -18,6 +18,7 @@ from lightning_ft._check import Finding, check_all
 from lightning_ft._fallback import last_of_others
 from lightning_ft._holder import holder
 from lightning_ft._names import SUFFIX, is_local, join, normalise, parse_leftover
+from lightning_ft._two_tiers import origin
 from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.storage import Storage
 
@@ -70,6 +71,8 @@ class Survey:
     """What it looks at before and cannot use, with the reasons."""
     in_use_by: str | None
     """The process that writes there now, None if there is none or nobody can tell."""
+    in_front_of: str | None
+    """The directory or URL for which this is the local one; a restart of that run looks into both."""
 
 
 def survey(
@@ -111,7 +114,8 @@ def survey(
     why = _why(selection, taken, outcome, reasons)
     in_use_by = holder(dirpath)
     leftovers = _leftovers(storage, dirpath, in_use_by)
-    return Survey(dirpath, depth, (*rows, *leftovers), outcome, taken, why, passed_over, in_use_by)
+    in_front_of = origin(dirpath) if is_local(dirpath) else None
+    return Survey(dirpath, depth, (*rows, *leftovers), outcome, taken, why, passed_over, in_use_by, in_front_of)
 
 
 def _look(

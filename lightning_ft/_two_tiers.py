@@ -70,7 +70,7 @@ def claim(local_dirpath: str, dirpath: str) -> None:
     """
     require_own(local_dirpath, dirpath)
     path = _names.join(local_dirpath, _names.ORIGIN_NAME)
-    if _origin(local_dirpath) == dirpath:
+    if origin(local_dirpath) == dirpath:
         return
     with open(path, "w") as file:
         file.write(dirpath + "\n")
@@ -87,13 +87,13 @@ def require_own(local_dirpath: str, dirpath: str) -> None:
     Raises:
         ConfigurationError: There are checkpoints, and it is not known that they do.
     """
-    origin = _origin(local_dirpath)
-    if origin == dirpath or not os.path.isdir(local_dirpath):
+    other = origin(local_dirpath)
+    if other == dirpath or not os.path.isdir(local_dirpath):
         return
     if not any(name.endswith(_names.SUFFIX) and not name.startswith(".") for name in os.listdir(local_dirpath)):
         return
     marker = _names.join(local_dirpath, _names.ORIGIN_NAME)
-    whose = f"for dirpath={origin!r}" if origin else "for nothing that is known"
+    whose = f"for dirpath={other!r}" if other else "for nothing that is known"
     raise ConfigurationError(
         f"local_dirpath={local_dirpath!r}: holds checkpoints that were saved {whose}, not for {dirpath!r}. Give each "
         f"dirpath a local directory of its own, or empty this one; if they do belong to {dirpath!r}, because it was "
@@ -101,7 +101,8 @@ def require_own(local_dirpath: str, dirpath: str) -> None:
     )
 
 
-def _origin(local_dirpath: str) -> str | None:
+def origin(local_dirpath: str) -> str | None:
+    """The directory or URL that `local_dirpath` is in front of, None if nobody has said that."""
     try:
         with open(_names.join(local_dirpath, _names.ORIGIN_NAME)) as file:
             return file.read().strip()

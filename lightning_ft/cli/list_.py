@@ -49,7 +49,8 @@ Examples:
 JSON:
   dirpath, depth, checkpoints: [path, name, state, note, taken, size_bytes,
   age_secs, manifest: null or the keys of FORMAT.md], leftovers: [path, name,
-  state, note, size_bytes], in_use_by: null or a process, last: {outcome:
+  state, note, size_bytes], in_use_by: null or a process, in_front_of:
+  null or the dirpath for which this is the local directory, last: {outcome:
   resumes, starts_fresh or fails, path, why, passed_over: [path, reason]}
 
 \b
@@ -74,7 +75,8 @@ def list_checkpoints(
     """List checkpoints, newest first, and say which one ckpt_path="last" takes and why.
 
     The arrow marks that one. "Newest" is what the manifests say, never a date or a name. Ages come from the clocks of
-    the machines that saved. A run with a second, local directory looks into both of them: list both.
+    the machines that saved. A run with a second, local directory looks into both of them: list both; the local one
+    says whose it is.
     """
     chosen = options.storage_options(storage_option)
     dirpath = options.location(url, chosen, "URL")
@@ -113,12 +115,15 @@ def _answer(output: Output, found: Survey, now: datetime) -> None:
         checkpoints=[_entry(row, now) for row in checkpoints],
         leftovers=[_leftover(row) for row in leftovers],
         in_use_by=found.in_use_by,
+        in_front_of=found.in_front_of,
         last=last,
     )
     held = f" and {count(len(leftovers), 'leftover')}" if leftovers else ""
     output.line(f"{found.dirpath}: {count(len(checkpoints), 'checkpoint')}{held}", "bold")
     if found.in_use_by is not None:
         output.line(f"In use: {found.in_use_by} writes here.", "yellow")
+    if found.in_front_of is not None:
+        output.line(f"The local directory of {found.in_front_of}: a restart looks there, too. List both.", "yellow")
     output.line()
     if checkpoints:
         output.table(_HEADS, [_cells(row, now) for row in checkpoints], _RIGHT)

@@ -12,7 +12,7 @@ import pytest
 
 import lightning_ft
 from lightning_ft import _choose
-from lightning_ft._names import attempt_name, deleted_name
+from lightning_ft._names import ORIGIN_NAME, attempt_name, deleted_name
 from lightning_ft.errors import NoUsableCheckpointError
 from lightning_ft.storage import Storage
 from tests.cli.conftest import Answer, cut, data_offset, flip, holding, step
@@ -224,3 +224,11 @@ def test_python_functions_say_the_same(ft: Ft, run_dir: Path) -> None:
     assert chosen is not None
     assert chosen.path == document["last"]["path"]
     json.dumps(document)
+
+
+def test_a_local_directory_says_what_it_is_in_front_of(ft: Ft, run_dir: Path) -> None:
+    """A restart looks into both, so what is said of one is half of the truth."""
+    assert ft("list", run_dir, "--json").json["in_front_of"] is None
+    (run_dir / ORIGIN_NAME).write_text("s3://bucket/run1\n")
+    assert ft("list", run_dir, "--json").json["in_front_of"] == "s3://bucket/run1"
+    assert "The local directory of s3://bucket/run1: a restart looks there, too" in ft("list", run_dir).out
