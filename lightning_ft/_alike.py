@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ _log = logging.getLogger(__name__)
 
 # What a compiled function asks about its inputs: class, layout, device, dtype, shape, strides, requires_grad. Private:
 # where it is not there, every save looks at each tensor anew.
-_TensorGuards: Any = attrgetter("_dynamo.guards.TensorGuards")(torch._C) if hasattr(torch._C, "_dynamo") else None
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 class Alike:
