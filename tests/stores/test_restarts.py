@@ -79,6 +79,7 @@ class Given:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.reductions: dict[int, Any] = {}
 
     def wait(self) -> dict[str, Any]:
         return {"value": self.value}
