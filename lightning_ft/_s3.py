@@ -17,8 +17,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from lightning_ft._attempt import Attempt
-from lightning_ft._names import SUFFIX, split
-from lightning_ft._objects import TAILS_AT_ONCE, Entry, ObjectStore
+from lightning_ft._names import SUFFIX, join, split
+from lightning_ft._objects import DIRECTORY_MANIFEST, TAILS_AT_ONCE, Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
 from lightning_ft._s3_upload import S3Attempt
 from lightning_ft._store_errors import is_bad_range, is_refusal, is_transient
@@ -194,7 +194,7 @@ class S3Store(ObjectStore):
         if self.info(path)["type"] != "directory":
             self.request(path, "delete_object", **self.place(path))
             return
-        self.request(path, "delete_object", **self.place(f"{path}/manifest.json"))
+        self.request(path, "delete_object", **self.place(join(path, DIRECTORY_MANIFEST)))
         emit(DeleteHidden(path))
         self.remove_tree(path)
 

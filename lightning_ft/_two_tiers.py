@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ft import _names, discovery
 from lightning_ft._attempt import sync_dir
-from lightning_ft.discovery import Depth, Selection
+from lightning_ft.discovery import Depth, Selection, run_of
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.retention import Retention
@@ -135,9 +135,9 @@ def select(
             discovery.list_checkpoints(local_dirpath), discovery.list_checkpoints(dirpath, storage_options)
         )
         for candidate in (local.chosen, remote.chosen):
-            if candidate is not None and _run_of(candidate) != run_id:
-                passed_over[candidate.path] = f"belongs to the older run {_run_of(candidate)}"
-        chosen = _newest(*(c if c and _run_of(c) == run_id else None for c in (local.chosen, remote.chosen)))
+            if candidate is not None and run_of(candidate) != run_id:
+                passed_over[candidate.path] = f"belongs to the older run {run_of(candidate)}"
+        chosen = _newest(*(c if c and run_of(c) == run_id else None for c in (local.chosen, remote.chosen)))
     return Selection(
         chosen, tuple(passed_over.items()), (*local.foreign, *remote.foreign), empty=local.empty and remote.empty
     )
@@ -159,17 +159,11 @@ def _one_run(local: Selection, remote: Selection) -> bool:
         return True
     if local.chosen is None or remote.chosen is None:
         return False
-    return _run_of(local.chosen) == _run_of(remote.chosen)
+    return run_of(local.chosen) == run_of(remote.chosen)
 
 
 def _newest_run(*listings: Iterable[CheckpointInfo]) -> str | None:
     """The run of the newest manifest that can be read: an older one is never continued in its place."""
-    readable = [i for infos in listings for i in infos if i.problem is None and _run_of(i) is not None]
+    readable = [i for infos in listings for i in infos if run_of(i) is not None]
     newest = max(readable, key=lambda info: info.order, default=None)
-    return None if newest is None else _run_of(newest)
-
-
-def _run_of(info: CheckpointInfo) -> str | None:
-    if info.manifest is None or info.manifest.boundary == "none":
-        return None
-    return info.manifest.run_id or None
+    return None if newest is None else run_of(newest)

@@ -220,10 +220,10 @@ def _select(dirpath: str | os.PathLike[str], depth: Depth, storage_options: Mapp
 
     if len(entries) > 2 * LOOKED_AT_FIRST:
         infos = _newest_first(_likely_newest(storage, dirpath, entries))
-        if infos and _run_of(infos[0]) is not None and infos[-1].problem is None:
+        if infos and run_of(infos[0]) is not None and infos[-1].problem is None:
             newest = verify_once(infos[0])
             if newest.problem is None:
-                foreign = tuple(info for info in infos if _run_of(info) is None)
+                foreign = tuple(info for info in infos if run_of(info) is None)
                 return Selection(newest, (), foreign, empty=False)
     return _choose(_newest_first(_examine_all(storage, dirpath, entries)), verify_once)
 
@@ -235,15 +235,15 @@ def _likely_newest(storage: Storage, dirpath: str, entries: Iterable[Entry]) -> 
 
 
 def _choose(infos: Sequence[CheckpointInfo], verify_once: Callable[[CheckpointInfo], CheckpointInfo]) -> Selection:
-    readable = [info for info in infos if _run_of(info) is not None]
+    readable = [info for info in infos if run_of(info) is not None]
     # By its name, for want of anything else: of a truncated file nothing tells what it was.
     damaged = [info for info in infos if info.problem is not None and parse_checkpoint_name(info.name)]
     foreign = tuple(info for info in infos if info not in readable and info not in damaged)
     passed_over = [(info.path, info.problem or "") for info in damaged]
-    run_id = _run_of(readable[0]) if readable else None
+    run_id = run_of(readable[0]) if readable else None
     chosen = None
     for candidate in readable:
-        if _run_of(candidate) != run_id:
+        if run_of(candidate) != run_id:
             continue
         verified = verify_once(candidate)
         if verified.problem is None:
@@ -252,13 +252,13 @@ def _choose(infos: Sequence[CheckpointInfo], verify_once: Callable[[CheckpointIn
         passed_over.append((candidate.path, verified.problem))
     if chosen is None:
         passed_over += [
-            (info.path, f"belongs to the older run {_run_of(info)}") for info in readable if _run_of(info) != run_id
+            (info.path, f"belongs to the older run {run_of(info)}") for info in readable if run_of(info) != run_id
         ]
     return Selection(chosen, tuple(passed_over), foreign, empty=not readable and not damaged)
 
 
-def _run_of(info: CheckpointInfo) -> str | None:
-    """The run that can be continued from the checkpoint, None if there is none.
+def run_of(info: CheckpointInfo) -> str | None:
+    """The id of the run that can be continued from the checkpoint, None if there is none.
 
     What other callbacks save is in the middle of things: a restart from it would leave out a validation, or a step of
     a scheduler.
