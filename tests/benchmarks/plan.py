@@ -45,8 +45,8 @@ class Plan:
     memory_saves: int = 30
     other_memory_saves: int = 4
     """Of the contenders that are no overlapped save."""
-    idle_steps: int = 2000
-    idle_pairs: int = 5
+    idle_steps: int = 800
+    idle_pairs: int = 3
     threads: int = 1
     """Of torch, while it trains: one core is left for what happens in the background."""
     batch_rows: int = 128
@@ -67,4 +67,4 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(large_mib=96, rounds=1, small_steps=6, other_memory_saves=3, idle_pairs=2)
+QUICK = Plan(large_mib=96, rounds=1, small_steps=6, other_memory_saves=3, idle_steps=700, idle_pairs=1)
