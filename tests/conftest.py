@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
+import tenacity.nap
 
 from lightning_ft import events, testing
 from tests.stores.fixtures import chaos, poor_s3, proxy, rclone, s3, seaweed
@@ -58,6 +59,8 @@ def _has(what: str) -> bool:
         return os.path.exists("/dev/fuse") and _can_mount()
     if what in ("mfusepy", "s3fs"):
         return importlib.util.find_spec(what) is not None
+    if what == "/dev/shm":
+        return os.path.isdir(what) and os.statvfs(what).f_files > 0
     if what == "Python.h":
         return os.path.exists(os.path.join(sysconfig.get_path("include"), what))
     return program(what) is not None
@@ -89,3 +92,11 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 def _our_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("lightning-ft")]
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Nothing waits between two tries; the seconds for which it would have."""
+    found: list[float] = []
+    monkeypatch.setattr(tenacity.nap.time, "sleep", found.append)
+    return found

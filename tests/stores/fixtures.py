@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -37,15 +39,22 @@ class Place:
         return self.options if self.proxy is None else {**self.options, "endpoint_url": self.proxy.upstream}
 
 
-@pytest.fixture(scope="session")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    server = SeaweedServer(tmp_path_factory.mktemp("seaweed") / "server")
+@contextlib.contextmanager
+def running(directory: Path) -> Iterator[SeaweedServer]:
+    """A real S3 server with a bucket; it is gone afterwards."""
+    server = SeaweedServer(directory)
     try:
         server.start()
         fsspec.filesystem("s3", **options(server.url), skip_instance_cache=True).mkdir(BUCKET)
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    with running(tmp_path_factory.mktemp("seaweed") / "server") as server:
+        yield server
 
 
 @pytest.fixture

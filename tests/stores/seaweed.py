@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,26 @@ class SeaweedServer:
                 )
             )
 
-    def _wait_for(self, kind: str, path: str, wanted: bytes, timeout_secs: float = 60.0) -> None:
-        ends = time.monotonic() + timeout_secs
-        while True:
-            for process in self._processes:
-                assert process.poll() is None, f"weed ended; see {self._directory}/weed.log"
-            with contextlib.suppress(OSError):
-                address = f"http://127.0.0.1:{self._ports[kind]}{path}"
-                with urllib.request.urlopen(address, timeout=2) as answer:
-                    if wanted in answer.read():
-                        return
-            assert time.monotonic() < ends, f"weed is not ready; see {self._directory}/weed.log"
-            time.sleep(0.05)  # there is nothing to wait on in another program
+    def _wait_for(self, kind: str, path: str, wanted: bytes) -> None:
+        def answers() -> bool:
+            address = f"http://127.0.0.1:{self._ports[kind]}{path}"
+            with urllib.request.urlopen(address, timeout=2) as answer:
+                return wanted in answer.read()
+
+        wait_until(answers, self._processes, f"weed; see {self._directory}/weed.log")
+
+
+def wait_until(answers: Callable[[], bool], processes: list[subprocess.Popen[bytes]], what: str) -> None:
+    """Another program answers. It has to be asked again and again: there is nothing in it to wait on."""
+    ends = time.monotonic() + 60
+    while True:
+        for process in processes:
+            assert process.poll() is None, f"ended: {what}"
+        with contextlib.suppress(OSError):
+            if answers():
+                return
+        assert time.monotonic() < ends, f"does not answer: {what}"
+        time.sleep(0.05)
 
 
 class RcloneServer:
@@ -157,13 +166,12 @@ class RcloneServer:
             ],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=dies_with_us,
         )  # fmt: skip
-        ends = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
-                return self
-            assert self._process.poll() is None, "rclone ended"
-            assert time.monotonic() < ends, "rclone is not ready"
-            time.sleep(0.05)
+        wait_until(self._answers, [self._process], "rclone")
+        return self
+
+    def _answers(self) -> bool:
+        with socket.create_connection(("127.0.0.1", self._port), timeout=1):
+            return True
 
     def kill(self) -> None:
         """It is gone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -177,9 +176,8 @@ def test_an_object_that_is_replaced_is_not_read_in_its_stead(s3: Place, monkeypa
             file.read(100)
 
 
-def test_a_temporary_directory_in_memory_is_known(tmp_path: Path) -> None:
-    if not os.path.isdir("/dev/shm") or os.statvfs("/dev/shm").f_files == 0:
-        pytest.skip("no /dev/shm")
+@pytest.mark.needs("/dev/shm")
+def test_a_temporary_directory_in_memory_is_known() -> None:
     assert _verified_file._in_memory("/dev/shm")
     assert not _verified_file._in_memory("/proc/self")
 

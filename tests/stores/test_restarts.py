@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from lightning_ft._engine import SaveTask, Writer
@@ -16,6 +15,7 @@ from lightning_ft.discovery import last_good, verify
 from lightning_ft.errors import StorageError
 from lightning_ft.storage import Storage
 from tests.stores.checkpoints import MIB, archive, manifest, save, small_parts, uploads
+from tests.stores.fixtures import running
 from tests.stores.seaweed import BUCKET, SeaweedServer, options
 
 __all__ = ["small_parts"]
@@ -31,13 +31,8 @@ URL = f"s3://{BUCKET}/run"
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[SeaweedServer]:
-    server = SeaweedServer(tmp_path / "server")
-    try:
-        server.start()
-        fsspec.filesystem("s3", **options(server.url), skip_instance_cache=True).mkdir(BUCKET)
+    with running(tmp_path / "server") as server:
         yield server
-    finally:
-        server.kill()
 
 
 def _save_and_kill(storage: Storage, server: SeaweedServer) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import fsspec
 import pytest
-import tenacity.nap
 
 import lightning_ft as ft
 from lightning_ft import _engine, events
@@ -21,15 +20,7 @@ from tests.trainer import runs
 from tests.trainer.runs import fit, trainer
 from tests.trainer.tiers import WAIT_SECS, Gate, Place
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _no_naps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenacity.nap.time, "sleep", lambda secs: None)
+pytestmark = pytest.mark.usefixtures("naps")
 
 
 # -- saving ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tenacity.nap
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import lightning_ft as ft
@@ -19,15 +18,7 @@ from tests.trainer import scenarios as s
 from tests.trainer.runs import fit, trainer
 from tests.trainer.tiers import Place
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _no_naps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenacity.nap.time, "sleep", lambda secs: None)
+pytestmark = pytest.mark.usefixtures("naps")
 
 
 def crashed(place: Place, at: int = 6, **kwargs: Any) -> None:

@@ -67,13 +67,6 @@ def storage() -> ScriptedStorage:
 
 
 @pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(tenacity.nap.time, "sleep", found.append)
-    return found
-
-
-@pytest.fixture
 def writer(storage: ScriptedStorage, naps: list[float]) -> Iterator[Writer]:
     writer = Writer(storage, retries=2)
     yield writer

@@ -9,7 +9,6 @@ from typing import Any
 
 import fsspec
 import pytest
-import tenacity.nap
 import torch
 from _archives import archive, maker, manifest, save
 
@@ -23,13 +22,6 @@ from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
 from tests.trainer import runs
-
-
-@pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(tenacity.nap.time, "sleep", found.append)
-    return found
 
 
 @pytest.fixture
