@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+KEY = "lightning_ft"
+"""The one key this package adds to Lightning's checkpoint dictionary."""
+
 FORMAT_VERSION = 1
 LOCK_NAME = ".lightning_ft.lock"
 ORIGIN_NAME = ".lightning_ft.dirpath"

@@ -22,8 +22,8 @@ from lightning_ft._compare import RestoreReport
 from lightning_ft._dist import Ranks
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
+from lightning_ft._names import KEY
 from lightning_ft.errors import RestoreError, TopologyError
-from lightning_ft.plugin import KEY
 
 _log = logging.getLogger(__name__)
 

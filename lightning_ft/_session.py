@@ -23,6 +23,7 @@ from lightning_ft._dist import Ranks
 from lightning_ft._failure import GIVE_UP_AFTER
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
+from lightning_ft._names import KEY
 from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._plan import Late
@@ -30,7 +31,7 @@ from lightning_ft._restore import Restore, build_state
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft.guards import Guard
-from lightning_ft.plugin import KEY, FaultTolerantCheckpointIO, SaveOptions
+from lightning_ft.plugin import FaultTolerantCheckpointIO, SaveOptions
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
 from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, time_due

@@ -11,30 +11,28 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
-from lightning_ft import _names, discovery, events
+from lightning_ft import _names, events
 from lightning_ft.__about__ import __version__
 from lightning_ft._engine import SaveTask, Writer
 from lightning_ft._failure import Failure, take_failure
+from lightning_ft._loading import Loading
+from lightning_ft._names import KEY
 from lightning_ft._plan import Late
 from lightning_ft._staging import Staged, Stager
 from lightning_ft._uploads import Uploads
 from lightning_ft._weights_only import not_weights_only
-from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
+from lightning_ft.errors import ConfigurationError, SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.state import versions
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
-
-KEY = "lightning_ft"
-"""The one key this package adds to Lightning's checkpoint dictionary."""
 
 _FIT_TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).parameters  # since Lightning 2.6
 
@@ -130,8 +128,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self._uploads: Uploads | None = None
         self._stager: Stager | None = None
         self._own_directories: set[str] = set()
-        self._loaded_path: str | None = None
-        self._verified: str | None = None
+        self._loading = Loading(self._storage, verify, storage_options)
         self._warned_unsafe = False
         self._between_fits = False
 
@@ -263,27 +260,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """
         path = _names.normalise(path)
         self.drain()
-        if not self._storage.exists(path):
-            raise FileNotFoundError(f"checkpoint not found: {path}")
-        if not self._storage.is_file(path):
-            raise CorruptCheckpointError(path, 'is a directory; give a file in it, or ckpt_path="last"')
-        manifest = self._verify(path)
         if weights_only is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
             weights_only = False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
-        with self._open(path, manifest) as file:
-            checkpoint: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
-        ours = checkpoint.get(KEY)
-        if manifest is None and ours is not None and self.verify != "off":
-            raise CorruptCheckpointError(
-                path,
-                "holds the state of a run but no manifest, so another tool has written it anew and nothing in it can "
-                'be verified; FaultTolerantCheckpointIO(verify="off") loads it all the same',
-            )
-        if manifest is not None and (ours or {}).get("generation", manifest.generation) != manifest.generation:
-            raise CorruptCheckpointError(path, "the state inside and the manifest are of different saves")
-        if manifest is None or manifest.run_id:  # not a file that a tuner put aside for a moment
-            self._loaded_path = path
-        return checkpoint
+        return self._loading.load(path, map_location, weights_only)
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -294,7 +273,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """
         path = _names.normalise(path)
         reason = None
-        if path == self._loaded_path:
+        if path == self._loading.loaded_path:
             reason = "this run was resumed from it"
         elif _names.split(path)[0] not in self._own_directories:
             reason = "this run has not written into its directory"
@@ -368,29 +347,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     def mark_verified(self, path: str) -> None:
         """`path` was verified in full by this process a moment ago; loading it does not hash it again."""
-        self._verified = path
-
-    def _verify(self, path: str) -> Manifest | None:
-        manifest, _ = self._storage.read_manifest(path)
-        if manifest is None:
-            _log.warning("%s has no manifest (plain Lightning wrote it?): loaded without verification", path)
-            return None
-        depth = "size" if self.verify == "full" and self._verified == path else self.verify
-        self._verified = None
-        if depth != "off" and not self._verifies_while_reading(path):
-            info = discovery.verify(path, depth, self.storage_options)
-            if info.problem is not None:
-                raise CorruptCheckpointError(path, info.problem)
-        return manifest
-
-    def _verifies_while_reading(self, path: str) -> bool:
-        """Of a store, what is read now may be damaged on the way, however often it was verified before."""
-        return self.verify == "full" and not _names.is_local(path)
-
-    def _open(self, path: str, manifest: Manifest | None) -> BinaryIO:
-        if manifest is None or not self._verifies_while_reading(path):
-            return self._storage.open_read(path)
-        return self._storage.open_verified(path)[0]
+        self._loading.mark_verified(path)
 
     def _check_weights_only(self, checkpoint: dict[str, Any], path: str) -> None:
         problems = not_weights_only(checkpoint)

@@ -21,7 +21,7 @@ LAYERS: dict[int, str] = {
     "_layout _buffers _copies _skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _tensors "
     "_difference _order _tracked dataloading state guards",
     4: "callback _callbacks plugin _session _tiers _surprises _choose _restore _loops _news _metrics _loaders _compare "
-    "_recorder _consolidate",
+    "_recorder _consolidate _loading",
     5: "testing cli drill report",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

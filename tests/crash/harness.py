@@ -21,9 +21,9 @@ import torch
 
 import lightning_ft as ft
 from lightning_ft import _attempt, _direct, _engine, events, rotation
-from lightning_ft._names import checkpoint_name, parse_leftover
+from lightning_ft._names import KEY, checkpoint_name, parse_leftover
 from lightning_ft._recorder import KillSwitch
-from lightning_ft.plugin import KEY, SaveOptions
+from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
 

@@ -17,8 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import lightning_ft as ft
-from lightning_ft._names import checkpoint_name
-from lightning_ft.plugin import KEY
+from lightning_ft._names import KEY, checkpoint_name
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import cases as c

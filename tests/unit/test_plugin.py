@@ -323,14 +323,14 @@ def test_a_state_and_a_manifest_of_different_saves_are_refused(
     plugin: FaultTolerantCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(plugin, tmp_path / "a.ckpt", of_a_run())
-    real = plugin._verify
+    real = plugin._loading._verify
 
     def other(path: str) -> Any:
         manifest = real(path)
         assert manifest is not None
         return replace(manifest, generation="0" * 32)
 
-    monkeypatch.setattr(plugin, "_verify", other)
+    monkeypatch.setattr(plugin._loading, "_verify", other)
     with pytest.raises(CorruptCheckpointError, match="of different saves"):
         plugin.load_checkpoint(path)
 

@@ -1,0 +1,86 @@
+"""Reading a checkpoint back: verified as deep as asked before anything in it is unpickled."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, BinaryIO, Literal
+
+import torch
+
+from lightning_ft import _names, discovery
+from lightning_ft._names import KEY
+from lightning_ft.errors import CorruptCheckpointError
+from lightning_ft.manifest import Manifest
+from lightning_ft.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+
+class Loading:
+    """Loads checkpoints of one plugin, and remembers which one its run was resumed from.
+
+    Thread: main. Every rank loads for itself.
+
+    Args:
+        storage: Where they are.
+        verify: How deep they are checked: see `FaultTolerantCheckpointIO`.
+        storage_options: What `storage` was made with.
+    """
+
+    def __init__(
+        self, storage: Storage, verify: Literal["full", "size", "off"], storage_options: dict[str, Any] | None
+    ) -> None:
+        self._storage = storage
+        self._storage_options = storage_options
+        self._depth: Literal["full", "size", "off"] = verify
+        self._verified: str | None = None
+        self.loaded_path: str | None = None
+        """What was loaded last; None, or a file that a tuner put aside for a moment, is not remembered."""
+
+    def mark_verified(self, path: str) -> None:
+        """`path` was verified in full by this process a moment ago; loading it does not hash it again."""
+        self._verified = path
+
+    def load(self, path: str, map_location: Any | None, weights_only: bool | None) -> dict[str, Any]:
+        """See `FaultTolerantCheckpointIO.load_checkpoint`."""
+        if not self._storage.exists(path):
+            raise FileNotFoundError(f"checkpoint not found: {path}")
+        if not self._storage.is_file(path):
+            raise CorruptCheckpointError(path, 'is a directory; give a file in it, or ckpt_path="last"')
+        manifest = self._verify(path)
+        with self._open(path, manifest) as file:
+            checkpoint: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
+        ours = checkpoint.get(KEY)
+        if manifest is None and ours is not None and self._depth != "off":
+            raise CorruptCheckpointError(
+                path,
+                "holds the state of a run but no manifest, so another tool has written it anew and nothing in it can "
+                'be verified; FaultTolerantCheckpointIO(verify="off") loads it all the same',
+            )
+        if manifest is not None and (ours or {}).get("generation", manifest.generation) != manifest.generation:
+            raise CorruptCheckpointError(path, "the state inside and the manifest are of different saves")
+        if manifest is None or manifest.run_id:  # not a file that a tuner put aside for a moment
+            self.loaded_path = path
+        return checkpoint
+
+    def _verify(self, path: str) -> Manifest | None:
+        manifest, _ = self._storage.read_manifest(path)
+        if manifest is None:
+            _log.warning("%s has no manifest (plain Lightning wrote it?): loaded without verification", path)
+            return None
+        depth = "size" if self._depth == "full" and self._verified == path else self._depth
+        self._verified = None
+        if depth != "off" and not self._verifies_while_reading(path):
+            info = discovery.verify(path, depth, self._storage_options)
+            if info.problem is not None:
+                raise CorruptCheckpointError(path, info.problem)
+        return manifest
+
+    def _verifies_while_reading(self, path: str) -> bool:
+        """Of a store, what is read now may be damaged on the way, however often it was verified before."""
+        return self._depth == "full" and not _names.is_local(path)
+
+    def _open(self, path: str, manifest: Manifest | None) -> BinaryIO:
+        if manifest is None or not self._verifies_while_reading(path):
+            return self._storage.open_read(path)
+        return self._storage.open_verified(path)[0]
