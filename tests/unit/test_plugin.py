@@ -508,12 +508,12 @@ class OneBehind(Callback):
         self.complete: list[int] = []
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.count()  # nothing was let on yet; later the writer may change what is listed while it is looked at
         if trainer.current_epoch:
-            self.count()
             self.go.release()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.count()
         self.go.release()
 
     def count(self, event: events.Event | None = None) -> None:
