@@ -25,7 +25,6 @@ import atexit
 import logging
 import random
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable

@@ -8,6 +8,7 @@ there are ranks that have it, at rows of tensors (along their first dimension): 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ def _cut(items: list[WriteItem], count: int, whole: frozenset[MetadataIndex]) ->
         else:
             cuts = [round((number * total / count - position) * rows / size) for number in range(count + 1)]
             cuts = [min(max(cut, 0), rows) for cut in cuts]
-            for number, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            for number, (first, end) in enumerate(itertools.pairwise(cuts)):
                 if first < end:
                     yield number, _rows_of(item, first, end)
         position += size

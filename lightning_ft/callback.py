@@ -20,8 +20,8 @@ from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._session import Session, Settings
 from lightning_ft._two_tiers import LocalTier, require_different
-from lightning_ft.discovery import Depth
 from lightning_ft._written_by import saves_directories, saves_through_plugin
+from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO

@@ -210,7 +210,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             self._sharding = Sharding()
         if self.reports_failures:
             self._raise_or_warn(agreed_failure(self._sharding.ranks, self))
-        path, manifest = _names.normalise(path), _manifest(checkpoint)
+        path, manifest = _names.normalise(path), manifest_of(checkpoint)
         try:
             agreed = self._sharding.agree(state, path, manifest)
         except SaveError as error:
