@@ -30,7 +30,7 @@ from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
-from lightning_ft._written_by import saves_directories
+from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO, SaveOptions
 from lightning_ft.retention import Retention
@@ -120,7 +120,8 @@ class Session:
             events.observe(self._on_event), _callbacks.see_queued_files(trainer, self._wait_for),
         ]  # fmt: skip
         if plugin is not None:
-            plugin.fit_begins(require_weights_only=settings.strict)
+            sharded = saves_sharded(trainer.strategy)
+            plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
             self._undo.append(before_steps(plugin.before_optimizer_step))
 
     def _saves(self) -> tuple[int, int]:
@@ -149,6 +150,7 @@ class Session:
     def _give_up(self) -> None:
         if self._plugin is not None:
             self._plugin.reports_failures = True
+            self._plugin.close_sharding()
         for undo in reversed(self._undo):
             undo()
         self._undo = []
@@ -404,7 +406,7 @@ class Session:
 
     def _late(self) -> Late | None:
         # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
-        copies = self._ranks.is_zero or saves_directories(self._trainer.strategy)
+        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
         if self._plugin is None or not copies or not self._plugin.overlaps:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)

@@ -4,7 +4,8 @@ The writer threads of all ranks run `torch.distributed.checkpoint.save` together
 
     step                     ranks  afterwards
     -----------------------  -----  ------------------------------------------------------------------------------
-    `create_local_plan`      all    every rank's copy of the state is complete, or nobody writes
+    `create_local_plan`      all    every rank's copy of the state is complete, and rank 0 has opened the attempt;
+                                    or nobody writes
     `write_data`             all    the rank's file is durable in the attempt, was read back if that is asked for,
                                     and the copy it was made of is known to have been good
     `finish`                 zero   every part of the plan is in one of the files; `.metadata` and `meta.pt` are in
@@ -142,12 +143,13 @@ class _Save:
         self._attempt: DirectoryAttempt | None = None
 
     def wait(self) -> None:
-        """The copy of this rank's state is complete."""
+        """The copy of this rank's state is complete; on rank 0, there is a place for files."""
         with self._portable():
             self._checkpoint = self._task.snapshot.wait()
-        self._times.write_begins()
-        if self._task.speaks:
-            events.emit(events.SaveStarted(self._task.path, self._task.manifest.step))
+            self._times.write_begins()
+            if self._task.speaks:
+                events.emit(events.SaveStarted(self._task.path, self._task.manifest.step))
+                self._attempt = self._open()  # now: what others have written into it, it alone clears away
 
     def write(self) -> Written:
         """This rank's file is durable in the attempt."""
@@ -155,9 +157,8 @@ class _Save:
             task = self._task
             name = f"__{task.rank}_0.distcp"
             written = Written(name, None, [])
-            attempt = self._open() if task.parts or task.speaks else None
             if task.parts:
-                assert attempt is not None
+                attempt = self._attempt = self._attempt or self._open()
                 places: list[tuple[int, int]] = []
 
                 def parts(file: FileAttempt) -> None:
@@ -218,8 +219,7 @@ class _Save:
     def _open(self) -> DirectoryAttempt:
         task = self._task
         token = task.manifest.generation[:16]
-        self._attempt = self._target.retrying()(self._target.storage.open_directory, task.path, token)
-        return self._attempt
+        return self._target.retrying()(self._target.storage.open_directory, task.path, token)
 
     def _write_file(
         self,

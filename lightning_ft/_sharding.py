@@ -103,10 +103,15 @@ class Sharding:
     """The ranks of one fit, as far as sharded saves need them, and the plan of the last one.
 
     Ranks: construct on all ranks at the same point, and call every method but `close` on all of them. Thread: main.
+
+    Args:
+        ranks: Of the fit, which closes them; None: their own.
+        timeout: See `TIMEOUT`.
     """
 
-    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
-        self.ranks = Ranks()
+    def __init__(self, ranks: Ranks | None = None, timeout: timedelta = TIMEOUT) -> None:
+        self.ranks = ranks or Ranks()
+        self._owns_ranks = ranks is None
         self.planned = 0
         """How often a plan had to be made."""
         self._timeout = timeout
@@ -176,7 +181,8 @@ class Sharding:
         """The groups are gone. Local: asks nothing of other ranks; nothing may be being written."""
         if self._group is not None:
             self._group.close()
-        self.ranks.close()
+        if self._owns_ranks:
+            self.ranks.close()
 
 
 def _raise_any(problems: list[str]) -> None:

@@ -14,6 +14,6 @@ def saves_through_plugin(strategy: Strategy) -> bool:
     return lightnings_own or getattr(strategy, "saves_through_plugin", False) is True
 
 
-def saves_directories(strategy: Strategy) -> bool:
+def saves_sharded(strategy: Strategy) -> bool:
     """Whether every rank copies and writes a part of each checkpoint (`FaultTolerantCheckpointIO.save_sharded`)."""
-    return getattr(strategy, "saves_directories", False) is True
+    return getattr(strategy, "saves_sharded", False) is True

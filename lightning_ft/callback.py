@@ -20,7 +20,7 @@ from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._session import Session, Settings
 from lightning_ft._two_tiers import LocalTier, require_different
-from lightning_ft._written_by import saves_directories, saves_through_plugin
+from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
@@ -160,7 +160,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.dirpath = self._directory(trainer)
         if self.settings.local is not None:
             require_different(self.settings.local.dirpath, self.dirpath)
-            if saves_directories(trainer.strategy):
+            if saves_sharded(trainer.strategy):
                 raise ConfigurationError(
                     f"local_dirpath={self.settings.local.dirpath!r}: {type(trainer.strategy).__name__} writes sharded "
                     "checkpoints, of which a local disk would have the parts of some ranks only; save full ones"

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
 from lightning_ft import _names, events
+from lightning_ft._dist import Ranks
 from lightning_ft._engine import Writer
 from lightning_ft._failure import Failure, agreed_failure, take_failure
 from lightning_ft._loading import Loading
@@ -218,7 +219,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         else:
             self._submit_part(agreed, checkpoint, options)
         if self._between_fits:
-            self._close_sharding()
+            self.close_sharding()
         self._report()
 
     def _submit_part(self, agreed: Agreed, checkpoint: dict[str, Any], options: SaveOptions) -> None:
@@ -257,9 +258,14 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if self._between_fits:
             self._close_stager()  # nobody knows of a next save for which the memory would be kept
 
-    def _close_sharding(self) -> None:
+    def close_sharding(self) -> None:
+        """What the ranks of a fit have for sharded saves is given up; the next one makes its own.
+
+        Local: asks nothing of other ranks. Thread: main. Blocks on: the writer, if there was a sharded save.
+        """
         sharding, self._sharding = self._sharding, None
         if sharding is not None:
+            self._drain_writers()  # of a rank that is dead they hear; and this one's end is heard of when it is closed
             sharding.close()
 
     def _close_stager(self) -> None:
@@ -377,7 +383,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             for writer in self._in_turn():
                 writer.close()
         self._close_stager()
-        self._close_sharding()
+        self.close_sharding()
         try:
             if sys.exc_info()[1] is None:
                 self._report()
@@ -386,13 +392,19 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         finally:
             self._writer = self._uploads = None
 
-    def fit_begins(self, *, require_weights_only: bool) -> None:
-        """A callback reports failures from here on, on all ranks, and saves are made in the background again."""
+    def fit_begins(self, *, require_weights_only: bool, sharded_over: Ranks | None = None) -> None:
+        """A callback reports failures from here on, on all ranks, and saves are made in the background again.
+
+        Args:
+            require_weights_only: See the attribute.
+            sharded_over: The ranks of the fit, if its saves are sharded; until `close_sharding`.
+        """
         self.reports_failures = False
         self.require_weights_only = require_weights_only
         self._between_fits = False
         self._close_stager()  # another model, perhaps, of which it is to be seen anew whether its copies may be late
-        self._close_sharding()
+        self.close_sharding()
+        self._sharding = None if sharded_over is None else Sharding(sharded_over)
 
     def _report(self) -> None:
         self._raise_or_warn(self.take_failure() if self.reports_failures else None)
