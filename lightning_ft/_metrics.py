@@ -1,6 +1,8 @@
 """Partial epoch metrics: what `self.log(on_epoch=True)` and torchmetrics have accumulated since the epoch began.
 
-Lightning saves neither, so the epoch mean of a resumed epoch covers only its remainder. Every rank keeps its own.
+Lightning saves neither, so the epoch mean of a resumed epoch covers only its remainder. Every rank keeps its own. On
+another number of ranks, those of ranks that are gone are merged into those of ranks that are there (`_merge`), and new
+ranks begin with nothing, so that every sample of the epoch counts once.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def capture(trainer: pl.Trainer, tree: ModuleTree) -> dict[str, Any]:
         "logged_metrics": _to_cpu(connector._logged_metrics),
         "progress_bar_metrics": _to_cpu(connector._progress_bar_metrics),
         "current_fx": connector._current_fx,
-        "torchmetrics": {name: _capture_metric(m) for name, m in _metrics(trainer, tree.modules)},
+        "torchmetrics": {name: _capture_metric(m) for name, m in find_metrics(trainer, tree.modules)},
     }
 
 
@@ -119,7 +121,7 @@ def _restore_result(trainer: pl.Trainer, entry: dict[str, Any]) -> _ResultMetric
     return result
 
 
-def _metrics(trainer: pl.Trainer, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Metric]]:
+def find_metrics(trainer: pl.Trainer, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Metric]]:
     """Every torchmetrics object of the module and the callbacks, under a name that a restart finds again."""
     for name, module in modules:
         if isinstance(module, Metric):
@@ -146,7 +148,7 @@ def _attributes(metric: Metric) -> list[tuple[str, Any]]:
 
 
 def _restore_torchmetrics(trainer: pl.Trainer, saved: dict[str, dict[str, Any]]) -> list[str]:
-    present = dict(_metrics(trainer, trainer.lightning_module.named_modules()))
+    present = dict(find_metrics(trainer, trainer.lightning_module.named_modules()))
     for name in saved.keys() & present.keys():
         metric, entry = present[name], saved[name]
         for state, value in entry["states"].items():

@@ -18,6 +18,9 @@ Kinds of loaders, by what is known about them:
 ``replay``    any other iterable, and a `DataLoader` class with an `__iter__` of its own: fetched again from the start
               of the pass and thrown away up to the position, said loudly, and checked: the last batch thrown away must
               equal, by digest, the last one trained.
+
+On another number of ranks, an ``indexed`` loader goes on within an epoch: what is left of the order is dealt out anew
+(`_elastic`, `_deal`). The others, whose positions are those of one rank, are refused there.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ft import _rng
+from lightning_ft import _deal, _elastic, _rng
 from lightning_ft._digest import digest
+from lightning_ft._elastic import Change, DataRank
 from lightning_ft._order import IndexSource, RepeatedOrder, SamplerState, SeededDataset
 from lightning_ft.errors import RestoreError
 
@@ -48,10 +52,11 @@ class Tracker:
     Args:
         index: Place of the loader among the loaders of the run.
         root_seed: Seed of the run on this rank.
-        rank: This rank; ranks augment differently even where they draw the same order.
+        rank: This rank, of those with data of their own; they augment differently even where they draw the same order.
         seed_batches: Whether batches carry seeds (``FaultTolerantCheckpoint(seed_workers=...)``).
         number_pass: Numbers the passes by something else than how many there were (a validation by when it runs).
         stage: What the loader is for, for messages.
+        ranks: How many have data of their own.
     """
 
     def __init__(
@@ -62,11 +67,13 @@ class Tracker:
         seed_batches: bool,
         number_pass: Callable[[], int] | None = None,
         stage: str = "train",
+        ranks: int = 1,
     ) -> None:
         self._index = index
         self._name = f"{stage} dataloader {index}"
         self._root_seed = root_seed
         self._rank = rank
+        self._data_rank = DataRank(rank, max(ranks, rank + 1))
         self._seed_batches = seed_batches
         self._number_pass = number_pass
         self._resume: dict[str, Any] | None = None
@@ -81,6 +88,7 @@ class Tracker:
         self._digest: str | None = None
         self._samplers: SamplerState | None = None
         self._order_state: dict[str, Any] = {}
+        self._deal: dict[str, Any] | None = None
         self._fetching: _rng.Stream | None = None
         self._dataset: SeededDataset | None = None
 
@@ -132,6 +140,8 @@ class Tracker:
         if self._samplers is not None:
             # A pass is drawn again from where its samplers stood when it began; the next pass from where they are.
             state["samplers"] = self._samplers.capture() if state["epoch_over"] else self._order_state
+        if self._deal is not None and not state["epoch_over"]:
+            state["deal"] = self._deal
         if not self.passes:
             return state  # a loader that was never begun is the one the script makes, and to ask some begins them
         if self.kind in ("stateful", "dataset"):
@@ -140,11 +150,16 @@ class Tracker:
             state["fetching"] = self._fetching.state  # else each batch, or the replay from the start, seeds it anew
         return state
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any], change: Change | None = None) -> None:
         """The next pass opened continues at `state` (of `position`); nothing is fetched before that.
+
+        Args:
+            state: Where to continue.
+            change: The number of ranks is not the one that `state` was taken on.
 
         Raises:
             RestoreError: `state` was taken from another kind of loader, or one with other samplers.
+            TopologyError: It means nothing on this number of ranks.
         """
         if state["kind"] != self.kind:
             raise RestoreError(
@@ -152,11 +167,31 @@ class Tracker:
                 f"this run has a {self.kind!r} one ({type(self._loader).__name__}). Use the loader of the run that "
                 "saved it, or start at an epoch's end with strict=False."
             )
+        if change is not None:
+            state = _deal.dealt_anew(
+                state, self._loader, self._data_rank, change, self._name, self.describe(), anew=self._begins_anew()
+            )
         self._resume = state
         self._root_seed = state["root_seed"]
         if self._samplers is not None:
             # Not when the pass is opened: by then Lightning has told the samplers which epoch it is.
-            self._samplers.restore(state["samplers"])
+            self._samplers.restore(state["samplers"], common=change is not None)
+            if change is not None:
+                state["samplers"] = self._samplers.capture()  # of the samplers that a restart of this run will have
+
+    @property
+    def has_cycled(self) -> bool:
+        """Whether the pass to be continued is not the first one of its epoch."""
+        return bool((self._resume or {}).get("cycles", 0) > 0)
+
+    def batches_left(self) -> tuple[int, int] | None:
+        """How many batches a whole pass has, and how many the one to be continued has left; None if not dealt anew."""
+        deal = (self._resume or {}).get("deal", {})
+        if not deal.get("dealt_anew"):
+            return None
+        drop_last = bool(self._loader.drop_last)
+        left = len(_deal.Rest(self._loader, deal, self._data_rank))
+        return len(self._loader), _elastic.batches(left, deal["batch_size"], drop_last)
 
     def begin_epoch(self) -> None:
         """Passes are counted anew: a loader that is cycled within an epoch is told from one that is in its first."""
@@ -188,6 +223,8 @@ class Tracker:
         self._digest = None
         if self._samplers is not None:
             self._order_state = self._samplers.capture()
+        if self.kind == "indexed":
+            self._deal = _deal.describe(self._loader, self._seed("order"), self._data_rank)
         return self._create(create, None)
 
     def _open_at(self, state: dict[str, Any], create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -196,6 +233,7 @@ class Tracker:
         self.delivered = state["delivered"]
         self.exhausted = state["exhausted"]
         self._digest = state["digest"]
+        self._deal = state.get("deal")
         if self._samplers is not None:
             self._samplers.restore(state["samplers"])
             self._order_state = state["samplers"]
@@ -331,7 +369,10 @@ class Tracker:
         if self.kind == "indexed":
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             seed_of = self._batch_seed if self._seed_batches else None
-            replaced[name] = IndexSource(getattr(loader, name), self._order_stream, seed_of, lambda: self.delivered)
+            base = getattr(loader, name)
+            replaced[name] = IndexSource(
+                base, self._order_stream, seed_of, lambda: self.delivered, lambda: self._rest(loader, base)
+            )
         if self._seed_batches and kind_of_dataset(loader) == "map":
             self._dataset = SeededDataset(loader.dataset, self._seed("batch", self._rank))
             replaced["dataset"] = self._dataset
@@ -363,8 +404,20 @@ class Tracker:
     def _order_stream(self) -> _rng.Stream:
         return _rng.Stream(self._seed("order"))
 
+    def _rest(self, loader: DataLoader[Any], base: Any) -> Any:
+        dealt_anew = self._deal is not None and self._deal.get("dealt_anew")
+        return _deal.rest(loader, self._deal or {}, self._data_rank) if dealt_anew else base
+
     def _batch_seed(self, ordinal: int) -> int:
+        if self._deal is not None and self._deal.get("dealt_anew"):
+            # Batches are counted anew then, and must not draw what the first ones of the pass drew.
+            return _rng.mix(self._seed("batch", self._rank, "from", self._deal["offset"]), ordinal)
         return _rng.mix(self._seed("batch", self._rank), ordinal)
+
+    def _begins_anew(self) -> bool:
+        """Whether a loader with a state of its own keeps nothing but its place in a pass: at the end it needs none."""
+        torchdata = type(self._loader).__module__.startswith("torchdata.")
+        return torchdata and self._repeated_sampler() is not None and not _is_stateful(self._loader.dataset)
 
 
 def kind_of(loader: Any) -> str:
