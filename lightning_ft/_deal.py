@@ -73,7 +73,7 @@ def _order(sampler: Any, stream: int, rank: DataRank) -> dict[str, Any] | str:
                 f"run has {rank.size} data-parallel ranks, of which this is {rank.rank}"
             )
         permuted = {"shuffle": bool(sampler.shuffle), "seed": int(sampler.seed), "epoch": int(sampler.epoch)}
-        length = len(sampler.dataset)
+        length = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for it, too
         if not _wraps(sampler):
             return {"kind": "distributed", "length": length, **permuted}
         own = type(_own_sampler(sampler)).__name__
@@ -88,7 +88,7 @@ def _order(sampler: Any, stream: int, rank: DataRank) -> dict[str, Any] | str:
         return {"kind": "sequential", "length": length}
     if type(sampler) is RandomSampler:
         generator = sampler.generator.get_state().cpu() if sampler.generator is not None else None
-        of = len(sampler.data_source)  # type: ignore[arg-type]
+        of = len(sampler.data_source)
         return {
             "kind": "random", "length": length, "of": of, "replacement": bool(sampler.replacement),
             "generator": generator, "stream": stream,

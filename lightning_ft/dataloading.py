@@ -371,7 +371,7 @@ class Tracker:
             seed_of = self._batch_seed if self._seed_batches else None
             base = getattr(loader, name)
             replaced[name] = IndexSource(
-                base, self._order_stream, seed_of, lambda: self.delivered, lambda: self._rest(loader, base)
+                base, self._order_stream, seed_of, lambda: self.delivered, lambda: self._rest(base)
             )
         if self._seed_batches and kind_of_dataset(loader) == "map":
             self._dataset = SeededDataset(loader.dataset, self._seed("batch", self._rank))
@@ -404,9 +404,9 @@ class Tracker:
     def _order_stream(self) -> _rng.Stream:
         return _rng.Stream(self._seed("order"))
 
-    def _rest(self, loader: DataLoader[Any], base: Any) -> Any:
+    def _rest(self, base: Any) -> Any:
         dealt_anew = self._deal is not None and self._deal.get("dealt_anew")
-        return _deal.rest(loader, self._deal or {}, self._data_rank) if dealt_anew else base
+        return _deal.rest(self._loader, self._deal or {}, self._data_rank) if dealt_anew else base
 
     def _batch_seed(self, ordinal: int) -> int:
         if self._deal is not None and self._deal.get("dealt_anew"):
