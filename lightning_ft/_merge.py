@@ -22,8 +22,9 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {"max": torch.maximum, "min": t
 def empty(saved: dict[str, Any]) -> dict[str, Any]:
     """What a rank holds that has trained nothing of the epoch: the entries of `saved` (of `_metrics.capture`), at zero.
 
-    The entries must be there: at the end of the epoch all ranks reduce the same ones, logged once or often. What was
-    last logged (`callback_metrics`) is the same on all ranks where callbacks depend on it, and stays.
+    They must be there, and in this order: at the end of the epoch all ranks reduce the same ones, logged again or not.
+    (Of a mean that is not reduced over ranks, and not logged again, nothing is left here: its value is not-a-number.)
+    What was last logged (`callback_metrics`) is the same on all ranks where callbacks depend on it, and stays.
     """
     results = {}
     for key, entry in saved["results"].items():
@@ -78,7 +79,9 @@ def _merge_torchmetrics(
             except (TypeError, RuntimeError) as error:
                 states[state] = first
                 problems.append(f"state {state} of metric {name!r}: {error}; what other ranks had accumulated is lost")
-        attributes = {**entries[0]["attributes"], "_update_count": sum(counts)}
+        # Those that are tensors are among the attributes, too.
+        attributes = {k: v for k, v in entries[0]["attributes"].items() if k not in states}
+        attributes["_update_count"] = sum(counts)
         for attribute, value in attributes.items():
             # Underscored ones are torchmetrics' own.
             if not attribute.startswith("_") and len({digest(e["attributes"].get(attribute)) for e in entries}) > 1:

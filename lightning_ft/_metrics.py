@@ -50,13 +50,31 @@ def capture(trainer: pl.Trainer, tree: ModuleTree) -> dict[str, Any]:
     }
 
 
-def restore(trainer: pl.Trainer, saved: dict[str, Any], *, within_epoch: bool) -> list[str]:
+class _AnySync(_Sync):
+    """How a value is reduced over ranks, until it is logged again: then as that call says.
+
+    Lightning notes whether the user asks for it *and* there are several ranks, and refuses a value that is logged with
+    another note.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Sync) or self.fn != other.fn:
+            return NotImplemented
+        self.rank_zero_only, self._group, self._op = other.rank_zero_only, other.group, other.op
+        self.should = other.should
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def restore(trainer: pl.Trainer, saved: dict[str, Any], *, within_epoch: bool, other_ranks: bool = False) -> list[str]:
     """Metrics accumulate on from where they were.
 
     Args:
         trainer: The trainer, after Lightning has reset its results for the run.
         saved: What `capture` returned.
         within_epoch: The epoch of `saved` continues, so its first batch here must not reset what it had logged.
+        other_ranks: `saved` is that of another number of ranks.
 
     Returns:
         What found no place, in words.
@@ -71,7 +89,7 @@ def restore(trainer: pl.Trainer, saved: dict[str, Any], *, within_epoch: bool) -
         connector._first_loop_iter = True
         connector._current_fx = saved["current_fx"]
         for key, entry in saved["results"].items():
-            result = _restore_result(trainer, entry)
+            result = _restore_result(trainer, entry, _AnySync if other_ranks else _Sync)
             if result is None:
                 problems.append(f"epoch value of {key!r}, logged with an attribute the module no longer has")
             else:
@@ -97,13 +115,13 @@ def _capture_result(result: _ResultMetric) -> dict[str, Any]:
     return entry
 
 
-def _restore_result(trainer: pl.Trainer, entry: dict[str, Any]) -> _ResultMetric | None:
+def _restore_result(trainer: pl.Trainer, entry: dict[str, Any], make_sync: type[_Sync]) -> _ResultMetric | None:
     assert entry["reduce_fx"] in _REDUCTIONS, entry["reduce_fx"]
     device = trainer.strategy.root_device
     reductions = builtins if entry["reduce_fx_builtin"] else torch
     meta = _Metadata(**entry["meta"], reduce_fx=getattr(reductions, entry["reduce_fx"]))
     # The next `self.log` compares its metadata with this one, down to the function that reduces over ranks.
-    meta.sync = _Sync(
+    meta.sync = make_sync(
         fn=trainer.strategy.reduce, _should=entry["sync"]["should"], rank_zero_only=entry["sync"]["rank_zero_only"]
     )
     result = _ResultMetric(meta, entry["is_tensor"])

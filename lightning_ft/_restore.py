@@ -220,7 +220,9 @@ class Restore:
         assert of_rank is not None
         metrics, unmerged = _merge.merge(trainer, of_rank.metrics)
         self.report.noted += unmerged
-        self.report.missing += _metrics.restore(trainer, metrics, within_epoch=saved["within_epoch"])
+        self.report.missing += _metrics.restore(
+            trainer, metrics, within_epoch=saved["within_epoch"], other_ranks=self._change is not None
+        )
         state.restore_gradients(module, of_rank.gradients)
         _loops.restore_reloads(trainer, saved["reloads"])
         if saved["boundary"] == "epoch":
