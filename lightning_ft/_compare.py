@@ -135,6 +135,7 @@ def _same_global_batch(report: RestoreReport, saved: dict[str, Any], present: di
         loader = name.removesuffix(" batch size")
         if not isinstance(then, int) or not isinstance(now, int):
             report.noted.append(f"{loader}: nothing tells whether a step has as many samples as it had")
+            same = same and then == now
             continue
         before = GlobalBatch(change.saved, then, saved["accumulate_grad_batches"])
         after = GlobalBatch(change.present, now, present["accumulate_grad_batches"])

@@ -169,7 +169,8 @@ def dealt_anew(
     kind = state["kind"]
     if state["epoch_over"]:
         if "state" in state and not anew:
-            raise change.refusal(name, facts, f"it keeps a state of its own ({kind!r}), which is that of one rank")
+            why = f"it keeps a state of its own ({kind!r}), which is that of one rank"
+            raise change.refusal(name, facts, why, within_epoch=False)
         return {k: v for k, v in state.items() if k not in ("state", "fetching")}
     if kind != "indexed":
         why = "keeps a state of its own, which is that of one rank" if "state" in state else "is no map-style loader"

@@ -146,13 +146,16 @@ class Change:
     path: str
     facts: Mapping[str, Any]
 
-    def refusal(self, name: str, present: Mapping[str, Any], reason: str) -> TopologyError:
+    def refusal(
+        self, name: str, present: Mapping[str, Any], reason: str, *, within_epoch: bool = True
+    ) -> TopologyError:
         """The error that says why loader `name` cannot go on; `present` are its facts in this run."""
+        instead = ", or continue from a checkpoint of an epoch's end (its path as ckpt_path)" if within_epoch else ""
         then = {k.removeprefix(f"{name} "): v for k, v in self.facts.items() if k.startswith(f"{name} ")}
         return TopologyError(
             f"{self.path}: {name} cannot go on there on another number of ranks: {reason}. "
-            f"Saved: {_topology(self.saved, then)}; now: {_topology(self.present, present)}. Start {self.saved} ranks, "
-            "or continue from a checkpoint of an epoch's end (its path as ckpt_path)",
+            f"Saved: {_topology(self.saved, then)}; now: {_topology(self.present, present)}. "
+            f"Start {self.saved} rank{'s' * (self.saved != 1)}{instead}",
             self.saved,
             self.present,
         )

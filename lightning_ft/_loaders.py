@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ft import _loops, _rng
 from lightning_ft._elastic import Change, DataRank
+from lightning_ft._kinds import kind_of
 from lightning_ft._tracked import track
-from lightning_ft.dataloading import Tracker, kind_of
+from lightning_ft.dataloading import Tracker
 from lightning_ft.errors import RestoreError, TopologyError
 
 _VALIDATION = 1_000_000  # seeds of validation loaders are told from those of any train dataloader by their index
@@ -165,8 +166,11 @@ class TrackedLoaders:
         self._change = None
         self._made_in = {}
 
-    def count_batches(self) -> None:
+    def count_batches(self) -> list[str]:
         """Lightning's counters say how much of the epoch is done, in batches of this number of ranks.
+
+        Returns:
+            What differs from an epoch that began on them, in words.
 
         Raises:
             TopologyError: Nothing of the epoch is left for so many ranks, or they would train more than it has.
@@ -174,7 +178,7 @@ class TrackedLoaders:
         counts = [t.batches_left() for t in self._trackers]
         known = [count for count in counts if count is not None]
         if self._change is None or len(known) < len(counts):
-            return
+            return []
         done = _loops.batches_done(self._trainer, known, [t.has_cycled for t in self._trackers])
         whole = self._trainer.num_training_batches
         if done >= whole:
@@ -186,6 +190,10 @@ class TrackedLoaders:
                 self._change.present,
             )
         _loops.set_batches_done(self._trainer, done)
+        window = self._trainer.accumulate_grad_batches
+        if done % window == 0:
+            return []
+        return [f"the first step accumulates {window - done % window} batches and not {window}: {done} are done"]
 
     def begin_epoch(self) -> None:
         """An epoch begins from its first batch."""

@@ -89,7 +89,7 @@ def restore(trainer: pl.Trainer, saved: dict[str, Any], *, within_epoch: bool, o
         connector._first_loop_iter = True
         connector._current_fx = saved["current_fx"]
         for key, entry in saved["results"].items():
-            result = _restore_result(trainer, entry, _AnySync if other_ranks else _Sync)
+            result = _restore_result(trainer, entry, other_ranks=other_ranks)
             if result is None:
                 problems.append(f"epoch value of {key!r}, logged with an attribute the module no longer has")
             else:
@@ -115,20 +115,22 @@ def _capture_result(result: _ResultMetric) -> dict[str, Any]:
     return entry
 
 
-def _restore_result(trainer: pl.Trainer, entry: dict[str, Any], make_sync: type[_Sync]) -> _ResultMetric | None:
+def _restore_result(trainer: pl.Trainer, entry: dict[str, Any], *, other_ranks: bool) -> _ResultMetric | None:
     assert entry["reduce_fx"] in _REDUCTIONS, entry["reduce_fx"]
     device = trainer.strategy.root_device
     reductions = builtins if entry["reduce_fx_builtin"] else torch
     meta = _Metadata(**entry["meta"], reduce_fx=getattr(reductions, entry["reduce_fx"]))
     # The next `self.log` compares its metadata with this one, down to the function that reduces over ranks.
-    meta.sync = make_sync(
+    meta.sync = (_AnySync if other_ranks else _Sync)(
         fn=trainer.strategy.reduce, _should=entry["sync"]["should"], rank_zero_only=entry["sync"]["rank_zero_only"]
     )
     result = _ResultMetric(meta, entry["is_tensor"])
     if entry["is_tensor"]:
         result.value = _to_device(entry["value"], device)
         if meta.is_mean_reduction:
-            result.cumulated_batch_size = _to_device(entry["cumulated_batch_size"], device)
+            weight = _to_device(entry["cumulated_batch_size"], device)
+            # Lightning averages the weights over the ranks, in whole numbers. Here a rank may have none.
+            result.cumulated_batch_size = weight.to(result.value.dtype) if other_ranks else weight
     else:
         try:
             result.value = attrgetter(meta.metric_attribute or "")(trainer.lightning_module)

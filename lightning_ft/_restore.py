@@ -218,6 +218,7 @@ class Restore:
         self.report.noted += state.restore_requires_grad(module, saved["requires_grad"])
         of_rank = self._rank_state
         assert of_rank is not None
+        self.report.noted += of_rank.noted
         metrics, unmerged = _merge.merge(trainer, of_rank.metrics)
         self.report.noted += unmerged
         self.report.missing += _metrics.restore(
@@ -228,7 +229,7 @@ class Restore:
         if saved["boundary"] == "epoch":
             _loops.continue_without_restart(trainer)
         if saved["within_epoch"] and self._change is not None and not self._remade:
-            self._loaders.count_batches()
+            self.report.noted += self._loaders.count_batches()
         self._restore_random_state(of_rank)
         self.report.restored += ["random state", "data position", "metrics"]
         self._say()

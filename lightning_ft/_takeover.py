@@ -35,6 +35,8 @@ class RankState:
     seed: int
     change: Change | None
     """None: as many ranks as were saved."""
+    noted: list[str]
+    """For the report of the restart, the same on all ranks."""
 
 
 def of_this_rank(saved: dict[str, Any], present: DataRank, number: int, path: str) -> RankState:
@@ -60,7 +62,7 @@ def of_this_rank(saved: dict[str, Any], present: DataRank, number: int, path: st
     )
     if size == present.size and mine:
         own = ranks[mine[0]]
-        return RankState(own["loaders"], [own["metrics"]], own["gradients"], own["rng"], seed, None)
+        return RankState(own["loaders"], [own["metrics"]], own["gradients"], own["rng"], seed, None, [])
     if not complete or size == present.size:
         raise RestoreError(f"{path} holds no random state and data position of rank {number}")
     change = Change(size, present.size, path, saved["fingerprint"])
@@ -80,7 +82,20 @@ def of_this_rank(saved: dict[str, Any], present: DataRank, number: int, path: st
         rng=first["rng"] if mine else None,
         seed=seed,
         change=change,
+        noted=_noted(change, loaders["val"]),
     )
+
+
+def _noted(change: Change, validation: list[dict[str, Any]]) -> list[str]:
+    noted = [
+        f"validation dataloader {i} keeps a state of its own, that of one rank: it begins as the script made it"
+        for i, position in enumerate(validation)
+        if "state" in position
+    ]
+    if change.present > change.saved:
+        new = f"rank {change.saved} is" if change.present == change.saved + 1 else f"ranks from {change.saved} on are"
+        noted.append(f"{new} new: random state begins with a seed of each rank's own")
+    return noted
 
 
 def _without(position: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -10,14 +10,7 @@ another process there. What makes that exact, whatever the number of workers and
 3. Every batch of indices carries a seed, which the dataset applies where the batch is made: in the worker, or in the
    main process. Random augmentation then depends neither on the worker count nor on prefetching.
 
-Kinds of loaders, by what is known about them:
-
-``indexed``   a `DataLoader` over a map-style dataset: 1-3 above.
-``stateful``  anything with ``state_dict``/``load_state_dict`` (torchdata, litdata, the user's own): its own state.
-``dataset``   a `DataLoader` without workers over an iterable dataset that has ``state_dict``/``load_state_dict``.
-``replay``    any other iterable, and a `DataLoader` class with an `__iter__` of its own: fetched again from the start
-              of the pass and thrown away up to the position, said loudly, and checked: the last batch thrown away must
-              equal, by digest, the last one trained.
+That is for loaders of kind ``indexed``; for the others see `_kinds`.
 
 On another number of ranks, an ``indexed`` loader goes on within an epoch: what is left of the order is dealt out anew
 (`_elastic`, `_deal`). The others, whose positions are those of one rank, are refused there.
@@ -33,11 +26,12 @@ from types import GeneratorType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_ft import _deal, _elastic, _rng
 from lightning_ft._digest import digest
 from lightning_ft._elastic import Change, DataRank
+from lightning_ft._kinds import is_stateful, kind_of, kind_of_dataset, leaves_by_itself, length_of
 from lightning_ft._order import IndexSource, RepeatedOrder, SamplerState, SeededDataset
 from lightning_ft.errors import RestoreError
 
@@ -112,8 +106,8 @@ class Tracker:
             facts["batch size"] = loader.batch_size
             facts["drop_last"] = loader.drop_last
             facts["sampler"] = type(loader.sampler).__name__
-            facts["dataset length"] = _length(loader.dataset)
-        facts["batches"] = _length(loader)
+            facts["dataset length"] = length_of(loader.dataset)
+        facts["batches"] = length_of(loader)
         return facts
 
     # -- position ------------------------------------------------------------------------------------------------
@@ -211,7 +205,7 @@ class Tracker:
         if state is not None:
             self.passes = state["passes"]
             self._load(state)
-            if "state" in state and state["begun"] and not _leaves_by_itself(state["state"]):
+            if "state" in state and state["begun"] and not leaves_by_itself(state["state"]):
                 samplers = self._samplers.capture() if self._samplers is not None else None
                 self._leave_pass(create, state)
                 if self._samplers is not None and samplers is not None and self._repeated_sampler() is not None:
@@ -251,7 +245,7 @@ class Tracker:
         # The state was taken at the last batch of an epoch, and says so; what the run did next was to ask for another
         # iterator. Doing the same leaves the old pass behind: taking the first iterator for the new epoch would give
         # an epoch without batches. A generator reads its position when it first runs, and so does a dataset.
-        ended = state["exhausted"] or state["delivered"] == _length(self._loader)
+        ended = state["exhausted"] or state["delivered"] == length_of(self._loader)
         if ended and self.kind == "dataset":
             return  # its first iterator will have no items: see `reopen`
         with _rng.Stream(self._seed("leave", self._rank)).active():
@@ -399,7 +393,7 @@ class Tracker:
         # Batch samplers of users may do anything with their samplers.
         known = type(batches).__name__ == "BatchSampler" and type(batches).__module__.startswith("torch")
         sampler = getattr(batches, "sampler", None)
-        return sampler if known and not _is_stateful(sampler) else None
+        return sampler if known and not is_stateful(sampler) else None
 
     def _order_stream(self) -> _rng.Stream:
         return _rng.Stream(self._seed("order"))
@@ -417,40 +411,4 @@ class Tracker:
     def _begins_anew(self) -> bool:
         """Whether a loader with a state of its own keeps nothing but its place in a pass: at the end it needs none."""
         torchdata = type(self._loader).__module__.startswith("torchdata.")
-        return torchdata and self._repeated_sampler() is not None and not _is_stateful(self._loader.dataset)
-
-
-def kind_of(loader: Any) -> str:
-    """``stateful``, ``indexed``, ``dataset`` or ``replay``: see the module's first lines."""
-    if _is_stateful(loader):
-        return "stateful"
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return "replay"  # a class that iterates in its own way may yield other batches than its sampler has
-    if kind_of_dataset(loader) != "iterable":
-        return "indexed"
-    return "dataset" if loader.num_workers == 0 and _is_stateful(loader.dataset) else "replay"
-
-
-def kind_of_dataset(loader: DataLoader[Any]) -> str:
-    """``iterable``, ``map``, or ``pipe`` for the deprecated datapipes, whose graphs must not be wrapped."""
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        return "iterable"
-    pipes = (getattr(torch.utils.data, "MapDataPipe", ()), getattr(torch.utils.data, "IterDataPipe", ()))
-    return "pipe" if isinstance(dataset, pipes) else "map"
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _leaves_by_itself(state: Any) -> bool:
-    """Whether a loader with this state begins a new pass at once: torchdata's knows that its pass is finished."""
-    return isinstance(state, dict) and bool(state.get("_iterator_finished"))
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+        return torchdata and self._repeated_sampler() is not None and not is_stateful(self._loader.dataset)

@@ -19,7 +19,7 @@ LAYERS: dict[int, str] = {
     2: "discovery retention triggers rotation _read_back _two_tiers _damage _check _fallback _survey _pruning _elastic",
     3: "_engine _save_times _uploads _failure _same_directory _serialise _staging _lanes _plans _plan _alike _template "
     "_layout _buffers _copies _skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _tensors "
-    "_difference _order _deal _tracked dataloading state guards",
+    "_difference _order _deal _kinds _tracked dataloading state guards",
     4: "callback _callbacks plugin _session _tiers _surprises _choose _restore _loops _news _metrics _loaders _compare "
     "_recorder _consolidate _loading _merge _takeover",
     5: "testing cli drill report",

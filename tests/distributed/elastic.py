@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ft import testing
@@ -46,6 +47,10 @@ class Telling(L.LightningModule):
         self.note("start", state=self.state(), step=self.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, dict):
+            members = {name: part[0].flatten().int().tolist() for name, part in batch.items()}
+            self.note("members", epoch=self.current_epoch, **members)
+            batch = batch["a"]
         ids = batch[0].flatten()
         drawn = float(torch.rand(()))
         augmented = batch[2].flatten().tolist() if len(batch) > 2 else []
@@ -96,6 +101,23 @@ def data(batch_size: int, length: int = LENGTH, **kwargs: Any) -> Any:
     return train, c.plain_loader(8, 1)
 
 
+def own_sampler(kind: Any, batch_size: int) -> Any:
+    """With a sampler of the user's, which Lightning wraps for several ranks."""
+    return data(batch_size, shuffle=None, sampler=kind(LENGTH))
+
+
+def of_torch(batch_size: int) -> Any:
+    """With a DistributedSampler of the user's, on whatever number of ranks."""
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    sampler: Any = DistributedSampler(range(LENGTH), ranks, rank, seed=5)  # type: ignore[arg-type]
+    return data(batch_size, shuffle=None, sampler=sampler)
+
+
+def two(batch_size: int) -> Any:
+    """The shorter one is cycled within an epoch."""
+    return {"a": data(batch_size)[0], "b": data(batch_size, LENGTH // 2)[0]}, data(batch_size)[1]
+
+
 def trainer(dirpath: str, ranks: int, **kwargs: Any) -> L.Trainer:
     several: dict[str, Any] = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {"devices": 1}
     return c.trainer(dirpath, **{"every": 1, "max_epochs": 2, "val_check_interval": 0.5, **several, **kwargs})
@@ -129,11 +151,12 @@ class Told:
 
     def of(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
         found = [n for n in self.ranks[rank] if n["kind"] == kind]
-        return found[:-1] if self.killed and kind == "batch" else found  # it was killed before it could note "stepped"
+        # It was killed before it could note "stepped".
+        return found[:-1] if self.killed and kind in ("batch", "members") else found
 
-    def ids(self, epoch: int) -> list[int]:
+    def ids(self, epoch: int, kind: str = "batch", name: str = "ids") -> list[int]:
         """Samples in the order of the epoch: batch by batch, and in each, rank by rank in turn."""
-        by_rank = [[n["ids"] for n in self.of("batch", r) if n["epoch"] == epoch] for r in range(len(self.ranks))]
+        by_rank = [[n[name] for n in self.of(kind, r) if n["epoch"] == epoch] for r in range(len(self.ranks))]
         return [i for batch in zip(*by_rank, strict=True) for row in zip(*batch, strict=True) for i in row]
 
 
