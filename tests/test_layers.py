@@ -18,10 +18,12 @@ LAYERS: dict[int, str] = {
     "_ranged_file _verified_file _holder _descriptions _contents",
     2: "discovery retention triggers rotation _read_back _two_tiers _damage _check _fallback _survey _pruning",
     3: "_engine _save_times _uploads _failure _same_directory _serialise _staging _lanes _plans _plan _alike _template "
-    "_layout _buffers _copies _skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _tensors "
-    "_difference _order _tracked dataloading state guards",
+    "_layout _buffers _copies _skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist "
+    "_broadcast _tensors _difference _order _tracked dataloading state guards "
+    "_shards _places _sharded_loading",
     4: "callback _callbacks plugin _session _tiers _surprises _choose _restore _loops _news _metrics _loaders _compare "
-    "_recorder _consolidate _loading strategies",
+    "_recorder _consolidate _loading _consistent "
+    "strategies",
     5: "testing cli drill report",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
