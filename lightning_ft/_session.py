@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
-from lightning_ft._failure import GIVE_UP_AFTER
+from lightning_ft._failure import GIVE_UP_AFTER, agreed_failure
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
@@ -31,6 +31,7 @@ from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
+from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO, SaveOptions
 from lightning_ft.retention import Retention
@@ -121,7 +122,8 @@ class Session:
             compare_next_load(trainer, ranks),
         ]  # fmt: skip
         if plugin is not None:
-            plugin.fit_begins(require_weights_only=settings.strict)
+            sharded = saves_sharded(trainer.strategy)
+            plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
             self._undo.append(before_steps(plugin.before_optimizer_step))
 
     def _saves(self) -> tuple[int, int]:
@@ -150,6 +152,7 @@ class Session:
     def _give_up(self) -> None:
         if self._plugin is not None:
             self._plugin.reports_failures = True
+            self._plugin.close_sharding()
         for undo in reversed(self._undo):
             undo()
         self._undo = []
@@ -258,7 +261,7 @@ class Session:
 
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""
-        plugin = self._plugin if self._ranks.is_zero else None
+        plugin = self._plugin
         stop = bool(self._settings.guards) and self._poll_guards()
         since = time.monotonic() - self._saved_at
         if self._vote.cast_open:
@@ -273,7 +276,7 @@ class Session:
         )
 
     def _must_repeat(self) -> bool:
-        """Ranks: zero knows, the others say no."""
+        """Ranks: those that take copies know, the others say no."""
         return self._plugin is not None and self._plugin.take_repeat()
 
     def _poll_guards(self) -> bool:
@@ -296,7 +299,7 @@ class Session:
         """
         self._settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
-        last = self._settings.save_on_train_end or self._ranks.decide(self._must_repeat)
+        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._must_repeat()))
         if last and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
             self._settle("training ends without it")
@@ -311,7 +314,7 @@ class Session:
         if plugin is None:
             return
         plugin.drain()
-        while self._ranks.decide(lambda: plugin.failed):
+        while any(self._ranks.all_gather(plugin.failed)):
             self._report_failure(after)
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
@@ -404,15 +407,16 @@ class Session:
             self._saved_at = time.monotonic()
 
     def _late(self) -> Late | None:
-        # Rank 0 takes the copy. The others, and a plugin that copies at once, need not look through the parameters.
-        if self._plugin is None or not self._ranks.is_zero or not self._plugin.overlaps:
+        # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
+        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
+        if self._plugin is None or not copies or not self._plugin.overlaps:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)
 
     def _report_failure(self, after: str) -> None:
-        """Rank 0's failed save is known on all ranks: raised, or logged and lived with."""
+        """The failed save of a rank is known on all ranks: raised, or logged and lived with."""
         assert self._plugin is not None
-        failure = self._ranks.decide(self._plugin.take_failure)
+        failure = agreed_failure(self._ranks, self._plugin)
         if failure is None:
             return
         if failure.newest_save:

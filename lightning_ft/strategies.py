@@ -16,7 +16,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import strategies as theirs
@@ -70,7 +70,7 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
             state = {self.weights_key: checkpoint.pop("state_dict")}
             for number, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
                 state[f"optimizer_{number}"] = optimizer_state
-            cast(Any, plugin).save_sharded(state, checkpoint, path, storage_options)
+            plugin.save_sharded(state, checkpoint, path, storage_options)
         elif self.is_global_zero:
             plugin.save_checkpoint(checkpoint, path, storage_options)
 
