@@ -67,7 +67,7 @@ def _held_here(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():  # the tensor itself then, and no function of it
-        return tensor.to_local()  # type: ignore[no-any-return]
+        return tensor.to_local()
 
 
 @dataclass

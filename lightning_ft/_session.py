@@ -29,11 +29,12 @@ from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
+from lightning_ft._save_options import SaveOptions
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
-from lightning_ft.plugin import FaultTolerantCheckpointIO, SaveOptions
+from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
 from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, time_due

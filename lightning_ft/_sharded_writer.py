@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -41,7 +41,7 @@ from lightning_ft._sharded_plan import Part
 from lightning_ft._sharding import Agreed, WriterGroup
 from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError
 from lightning_ft.errors import RankFailure, SaveError
-from lightning_ft.manifest import FileRecord, Manifest, digest_of_files
+from lightning_ft.manifest import FileRecord, Manifest
 
 _log = logging.getLogger(__name__)
 
@@ -93,32 +93,32 @@ class ShardedSave(SaveTask):
             RankFailure: A rank failed; the same on all of them.
             SaveError: Another rank cannot be reached any more.
         """
-        save = _Save(self, target, times)
+        part = _Save(self, target, times)
         try:
-            self._together(save)
+            self._together(part)
         except CheckpointException as error:
             raise _agreed(error) from None
         except Exception as error:
-            if save.committed is None:
+            if part.committed is None:
                 raise
             # Rank 0: the others do not hear of it, and will end with that. On disk it is.
             _log.warning("%s is committed, and other ranks cannot be told: %s", self.path, error)
         finally:
-            save.end()
-        return save.committed or self.manifest
+            part.end()
+        return part.committed or self.manifest
 
     def read_back(self, target: Target, manifest: Manifest) -> bool:
         """False: every rank reads its file before anybody commits, where a difference fails the save on all ranks."""
         return False
 
-    def _together(self, save: _Save) -> None:
-        planner, writer = _Planner(save), _Writer(save)
+    def _together(self, part: _Save) -> None:
+        planner, writer = _Planner(part), _Writer(part)
         if self.group is None:
             planner.create_local_plan()
             writer.finish(Metadata({}), [writer.write_data(SavePlan([]), planner).value()])
             return
         with self.group.used() as process_group:
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=process_group)
+            save({}, storage_writer=writer, planner=planner, process_group=process_group)
 
 
 def sharded_save(
@@ -192,11 +192,9 @@ class _Save:
             manifest = replace(
                 task.manifest,
                 files=files,
-                size_bytes=size_bytes,
-                digest=digest_of_files(files),
                 metrics=self._times.metrics(size_bytes),
             )
-            self._target.retrying()(attempt.commit, manifest)
+            manifest = attempt.commit(manifest)
             self._read_back(manifest)
             self.committed = manifest
 
@@ -219,7 +217,7 @@ class _Save:
     def _open(self) -> DirectoryAttempt:
         task = self._task
         token = task.manifest.generation[:16]
-        return self._target.retrying()(self._target.storage.open_directory, task.path, token)
+        return self._target.retrying()(self._target.storage.open_directory, task.path, token, leads=task.speaks)
 
     def _write_file(
         self,

@@ -61,6 +61,9 @@ class UploadTask(SaveTask):
         if manifest is None or manifest.generation != self.manifest.generation:
             raise CorruptCheckpointError(self.source, "is not the checkpoint that was to be uploaded")
 
+        if manifest.files:
+            return self._write_directory(storage, manifest)
+
         def confirmed(size_bytes: int, digest: str) -> Manifest:
             if digest != manifest.digest:
                 raise CorruptCheckpointError(self.source, "data is damaged: its digest does not match the manifest")
@@ -72,6 +75,24 @@ class UploadTask(SaveTask):
         ):
             _copy(file, attempt, manifest.size_bytes, self.source)
             return attempt.commit(confirmed)
+
+    def _write_directory(self, storage: Storage, manifest: Manifest) -> Manifest:
+        attempt = storage.open_directory(self.path, manifest.generation[:16], leads=True)
+        try:
+            for name, record in manifest.files.items():
+                with (
+                    storage.open_file(self.source, name) as file,
+                    attempt.open_file(name, record.size_bytes) as copy,
+                ):
+                    while piece := file.read(PIECE_BYTES):
+                        copy.write(piece)
+                    if copy.finish() != record:
+                        raise CorruptCheckpointError(
+                            self.source, f"{name} is damaged: its digest does not match the manifest"
+                        )
+            return attempt.commit(manifest)
+        finally:
+            attempt.abort()
 
 
 class Uploads(Writer):

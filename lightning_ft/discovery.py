@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_ft._names import SUFFIX, join, likely_newest, normalise, parse_checkpoint_name, parse_leftover, split
+from lightning_ft._names import (
+    SUFFIX,
+    is_local,
+    join,
+    likely_newest,
+    normalise,
+    parse_checkpoint_name,
+    parse_leftover,
+    split,
+)
 from lightning_ft._objects import Entry
 from lightning_ft.errors import (
     CheckpointError,

@@ -281,7 +281,7 @@ class Storage:
                 yield error
 
     def _read_directory(self, path: str) -> tuple[Manifest | None, int]:
-        sizes = local_sizes(path) if is_local(path) else self._store(path).sizes(path)
+        sizes = self.sizes(path)
         if DIRECTORY_MANIFEST not in sizes:
             if METADATA not in sizes:
                 raise IsADirectoryError(errno.EISDIR, "a directory without manifest.json or .metadata", path)
@@ -301,7 +301,7 @@ class Storage:
 
     def is_sharded(self, path: str) -> bool:
         """Whether `path` is a directory with a checkpoint in it, of ours or of plain Lightning."""
-        return any(self.exists(join(path, name)) for name in (DIRECTORY_MANIFEST, METADATA))
+        return not self.is_file(path) and any(self.exists(join(path, name)) for name in (DIRECTORY_MANIFEST, METADATA))
 
     def compare(self, path: str, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Every byte of `path` is as `manifest` says; memory: one chunk, of a store a few.
@@ -390,6 +390,11 @@ class Storage:
         """Size in bytes of the file `path`."""
         path = normalise(path)
         return os.stat(path).st_size if is_local(path) else self._store(path).size(path)
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Name and size in bytes of every file in the directory `path`."""
+        path = normalise(path)
+        return local_sizes(path) if is_local(path) else self._store(path).sizes(path)
 
     def is_file(self, path: str) -> bool:
         """Whether `path` is one file, and no directory."""

@@ -303,7 +303,7 @@ class Uncopyable:
 
 
 def fails_at_open(rank: Rank, of: int) -> None:
-    def refuse(*args: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if rank.number == of:
@@ -528,9 +528,9 @@ def late_copies(rank: Rank, foreach: bool) -> Any:
         open_directory = Storage.open_directory
         go_on = threading.Event()
 
-        def later(self: Any, *args: Any) -> Any:
+        def later(self: Any, *args: Any, **kwargs: Any) -> Any:
             go_on.wait()
-            return open_directory(self, *args)
+            return open_directory(self, *args, **kwargs)
 
         Storage.open_directory = later  # type: ignore[method-assign]
         before = copy.deepcopy(trained.whole())

@@ -129,7 +129,8 @@ def warned(rank: Rank) -> Any:
 
 def test_failures_of_rank_1_are_lived_with_on_all(tmp_path: Path) -> None:
     first, second = values(warned, tmp_path)
-    assert len(first[0]) == 2  # each told once
+    # Each is told once, or the two as one ("2 in a row"), if the second has failed before the first was told.
+    assert 1 <= len(set(first[0])) == len(first[0]) <= 2
     assert second[0] == []  # by rank 0
     assert all("rank 1 failed: OSError: [Errno 28]" in text for text in first[0])
     assert first[1] == second[1] == ["step=00000005.ckpt", "step=00000006.ckpt"]
@@ -187,5 +188,5 @@ def test_a_local_directory_cannot_hold_the_parts_of_all_ranks(tmp_path: Path) ->
         accelerator="cpu", devices=1, strategy=ShardedDDP(process_group_backend="gloo"), callbacks=[callback],
         logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
     )  # fmt: skip
-    with pytest.raises(ConfigurationError, match="local_dirpath.*ShardedDDP writes sharded"):
+    with pytest.raises(ConfigurationError, match=r"local_dirpath.*ShardedDDP writes sharded"):
         callback.setup(run, Net(), "fit")

@@ -13,10 +13,15 @@ import pytest
 
 from lightning_ft import _directory, events
 from lightning_ft._directory import DirectoryAttempt
+from lightning_ft._fallback import last_of_others
 from lightning_ft._names import attempt_name
-from lightning_ft.discovery import select, verify, verify_files
+from lightning_ft._read_back import ReadBackDepth, read_back
+from lightning_ft._uploads import Uploads
+from lightning_ft.discovery import select, start_of, verify, verify_files
 from lightning_ft.errors import CorruptCheckpointError, ManifestError, SaveError
 from lightning_ft.manifest import FileRecord, Manifest, digest_of_files, parse_directory, seal_directory
+from lightning_ft.retention import Retention
+from lightning_ft.rotation import Trust, rotate
 from lightning_ft.storage import Storage
 from tests.directories import FILES, TOKEN, manifest, save, write
 
@@ -298,3 +303,76 @@ def test_a_manifest_that_is_no_sum_of_its_files_is_refused() -> None:
     sealed = seal_directory(Manifest(**{**vars(manifest(files)), "size_bytes": 2, "digest": digest_of_files(files)}))
     with pytest.raises(ManifestError, match="not those of its files"):
         parse_directory(sealed, "a.ckpt")
+
+
+# -- what others make of it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", ["size", "full"])
+def test_it_is_read_back(storage: Storage, path: str, depth: ReadBackDepth) -> None:
+    written = save(storage, path)
+    read_back(storage, path, written, depth)
+    Path(path, "__1_0.distcp").write_bytes(b"x" * 9 if depth == "full" else b"x")
+    with pytest.raises(CorruptCheckpointError, match="__1_0.distcp"):  # noqa: RUF043
+        read_back(storage, path, written, depth)
+
+
+def test_rotation_removes_whole_directories_and_keeps_files_and_directories_apart(
+    storage: Storage, tmp_path: Path
+) -> None:
+    saved = [save(storage, str(tmp_path / f"step=0000000{step}.ckpt"), step=step) for step in (1, 2, 3)]
+    newest = str(tmp_path / "step=00000003.ckpt")
+    rotate(str(tmp_path), newest, "run", Retention(2), None, saved[-1], trust=Trust(None))
+    assert sorted(os.listdir(tmp_path)) == ["step=00000002.ckpt", "step=00000003.ckpt"]
+
+
+def test_what_is_damaged_does_not_count_for_the_rotation(storage: Storage, tmp_path: Path) -> None:
+    saved = [save(storage, str(tmp_path / f"step=0000000{step}.ckpt"), step=step) for step in (1, 2, 3)]
+    Path(tmp_path, "step=00000002.ckpt", "meta.pt").write_bytes(b"all the REST")
+    newest = str(tmp_path / "step=00000003.ckpt")
+    rotate(str(tmp_path), newest, "run", Retention(2), None, saved[-1], trust=Trust(None))
+    assert len(os.listdir(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("url", [False, True], ids=["local", "memory"])
+def test_it_is_uploaded_file_by_file(storage: Storage, tmp_path: Path, path: str, url: bool) -> None:
+    written = save(storage, path)
+    target = f"memory://{tmp_path.name}/{NAME}" if url else str(tmp_path / "far" / NAME)
+    uploads = Uploads(storage, retries=0, verify_after_write="full")
+    committed: list[Manifest] = []
+    uploads.upload(path, target, written, committed.append)
+    uploads.close()
+    assert uploads.take_failure() is None
+    assert committed == [written]
+    for name in (*FILES, "manifest.json"):
+        with storage.open_file(path, name) as one, storage.open_file(target, name) as other:
+            assert one.read() == other.read()
+
+
+def test_a_damaged_file_is_not_uploaded(storage: Storage, tmp_path: Path, path: str) -> None:
+    written = save(storage, path)
+    Path(path, "meta.pt").write_bytes(b"all the REST")
+    uploads = Uploads(storage, retries=0)
+    uploads.upload(path, str(tmp_path / "far" / NAME), written, lambda manifest: None)
+    uploads.close()
+    failure = uploads.take_failure()
+    assert failure is not None
+    assert "meta.pt is damaged" in str(failure)
+    assert os.listdir(tmp_path / "far") == []
+
+
+def test_the_last_one_of_plain_lightning_is_a_fallback(tmp_path: Path) -> None:
+    for name in FILES:
+        Path(tmp_path, "last.ckpt").mkdir(exist_ok=True)
+        Path(tmp_path, "last.ckpt", name).write_bytes(b"x")
+    selection = select(str(tmp_path))
+    assert last_of_others(selection, "full", None) == (str(tmp_path / "last.ckpt"), [])
+    Path(tmp_path, "last.ckpt", "meta.pt").unlink()
+    taken, unusable = last_of_others(selection, "full", None)
+    assert taken is None
+    assert "meta.pt" in unusable[0][1]
+
+
+def test_a_start_of_directories_supersedes_them(storage: Storage, path: str) -> None:
+    save(storage, path)
+    assert start_of(os.path.dirname(path)) == ({NAME}, 2)
