@@ -252,8 +252,8 @@ class Filling:
         path = self._source.path
         if not self._source.optimizers and self._optimizers:
             raise RestoreError(
-                f"{path} holds weights alone and no optimizer: it was saved with weights_only=True, and no training can "
-                "be continued from it"
+                f"{path} holds weights alone and no optimizer: it was saved with weights_only=True, and nothing can "
+                "be trained on from it"
             )
         if len(self._source.optimizers) != len(self._optimizers):
             raise RestoreError(
@@ -347,7 +347,8 @@ class Filling:
         place = self._places.by_name[name]
         if place.span is not None:
             raise RestoreError(
-                f"{where}: the state of {name} has shape {saved.shape} and the parameter {place.shape}: FSDP cannot cut it; load it with ModelParallelStrategy"
+                f"{where}: the state of {name} has shape {saved.shape} and the parameter "
+                f"{place.shape}: FSDP cannot cut it; load it with ModelParallelStrategy"
             )
         whole = torch.empty(saved.shape or (), dtype=saved.dtype, device=parameter.device)
         self.wanted.append(Wanted(saved, (Piece.whole(saved.shape or ()),), lambda: whole))
