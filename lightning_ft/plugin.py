@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -390,6 +390,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             SaveError: A save failed and nobody has reported it yet (unless another error is on its way already).
         """
         self._between_fits = True
+        self._loading.forget_fetched()
         try:
             self.before_optimizer_step()
         finally:
@@ -430,9 +431,14 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             raise failure.error
         _log.warning("%s", failure.error)
 
-    def mark_verified(self, path: str) -> None:
-        """`path` was verified in full by this process a moment ago; loading it does not hash it again."""
-        self._loading.mark_verified(path)
+    def mark_verified(self, path: str, fetched: BinaryIO | None = None) -> None:
+        """`path` was verified in full by this process a moment ago; loading it does not hash it again.
+
+        Args:
+            path: The checkpoint.
+            fetched: The bytes that were compared, if they came from a store; will be closed.
+        """
+        self._loading.mark_verified(path, fetched)
 
     def _check_weights_only(self, checkpoint: dict[str, Any], path: str) -> None:
         problems = not_weights_only(checkpoint)
