@@ -34,12 +34,20 @@ class Loading:
         self._storage_options = storage_options
         self._depth: Literal["full", "size", "off"] = verify
         self._verified: str | None = None
+        self._fetched: BinaryIO | None = None
         self.loaded_path: str | None = None
         """What was loaded last; None, or a file that a tuner put aside for a moment, is not remembered."""
 
-    def mark_verified(self, path: str) -> None:
-        """`path` was verified in full by this process a moment ago; loading it does not hash it again."""
-        self._verified = path
+    def mark_verified(self, path: str, fetched: BinaryIO | None = None) -> None:
+        """`path` was verified in full by this process a moment ago; loading it does not hash it, or fetch it, again."""
+        self.forget_fetched()
+        self._verified, self._fetched = path, fetched
+
+    def forget_fetched(self) -> None:
+        """What was fetched to be verified, and not loaded, is closed."""
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None:
+            fetched.close()
 
     def load(self, path: str, map_location: Any | None, weights_only: bool | None) -> dict[str, Any]:
         """See `FaultTolerantCheckpointIO.load_checkpoint`."""
@@ -68,8 +76,11 @@ class Loading:
         if manifest is None:
             _log.warning("%s has no manifest (plain Lightning wrote it?): loaded without verification", path)
             return None
-        depth = "size" if self._depth == "full" and self._verified == path else self._depth
+        known = self._depth == "full" and self._verified == path
+        depth = "size" if known else self._depth
         self._verified = None
+        if not known:
+            self.forget_fetched()
         if depth != "off" and not self._verifies_while_reading(path):
             info = discovery.verify(path, depth, self._storage_options)
             if info.problem is not None:
@@ -83,4 +94,5 @@ class Loading:
     def _open(self, path: str, manifest: Manifest | None) -> BinaryIO:
         if manifest is None or not self._verifies_while_reading(path):
             return self._storage.open_read(path)
-        return self._storage.open_verified(path)[0]
+        fetched, self._fetched = self._fetched, None
+        return fetched or self._storage.open_verified(path)[0]

@@ -25,9 +25,11 @@ ERRORS = {
 }
 DOCUMENTED = ERRORS | {
     "CheckpointInfo",
+    "FSDPStrategy",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
     "Manifest",
+    "ModelParallelStrategy",
     "__version__",
     "events",
     "last_good",
@@ -122,6 +124,7 @@ def test_parameters_of_the_plugin() -> None:
         "when_busy",
         "verify",
         "verify_after_write",
+        "load",
         "on_error",
         "retries",
         "storage_options",
