@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
+from lightning_ft._elastic import DataRank
 from lightning_ft._failure import GIVE_UP_AFTER, agreed_failure
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
@@ -114,8 +115,10 @@ class Session:
         self._stopping = False
         self._epoch_begun = False
         self._committed: deque[events.Committed] = deque()
-        root_seed = ranks.all_gather(_rng.draw_seed())[0]  # one order for all ranks, whatever they were seeded with
-        self._loaders = TrackedLoaders(trainer, root_seed, ranks.rank, settings.seed_workers)
+        # One order for all ranks, whatever they were seeded with.
+        root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
+        self._data_rank = DataRank.among(places, ranks.rank)
+        self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._saves)
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
@@ -166,7 +169,9 @@ class Session:
 
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
-        self._restore = Restore(self._trainer, checkpoint, path, self._ranks, self._loaders, self._settings.strict)
+        self._restore = Restore(
+            self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
+        )
         self.run_id = self._new_run_id
         saved = checkpoint.get(KEY)
         if saved is None:
@@ -322,7 +327,7 @@ class Session:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
         reason, boundary = self._saving or ("user", "none")
         saved = build_state(
-            self._trainer, self._tree, self._ranks, self._loaders,
+            self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
             boundary=boundary, stopping=self._stopping, seed=self._seed,
         )  # fmt: skip
         fit_loop = checkpoint["loops"]["fit_loop"]
