@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ft._names import KEY
-from lightning_ft._places import Place, Places
-from lightning_ft._shards import Saved, Wanted
+from lightning_ft._places import Piece, Place, Places
+from lightning_ft._shards import Saved, Wanted, leaves, with_values
 from lightning_ft._wrappers import plain_name
 from lightning_ft.errors import CheckpointError, RestoreError
 from lightning_ft.state import restore_state_dtypes
@@ -122,29 +122,13 @@ def objects_of(source: Source, optimizers: bool) -> list[Saved]:
     """What is no large tensor and has to be known first: options of parameter groups, step counters, pickled things."""
     found = [saved for saved in source.weights.values() if not saved.is_tensor]
     for tree in source.optimizers if optimizers else []:
-        found += _leaves(tree["param_groups"])
-        found += [leaf for leaf in _leaves(tree["state"]) if not leaf.is_tensor or _is_single(leaf)]
+        found += leaves(tree["param_groups"])
+        found += [leaf for leaf in leaves(tree["state"]) if not leaf.is_tensor or _is_single(leaf)]
     return found
 
 
 def _is_single(saved: Saved) -> bool:
     return saved.shape is not None and all(size == 1 for size in saved.shape)
-
-
-def _leaves(tree: Any) -> list[Saved]:
-    if isinstance(tree, Saved):
-        return [tree]
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    return [leaf for child in children for leaf in _leaves(child)]
-
-
-def _values(tree: Any, objects: dict[str, Any]) -> Any:
-    """`tree` with the objects in place of what stands for them."""
-    if isinstance(tree, Saved):
-        return objects[tree.key]
-    if isinstance(tree, dict):
-        return {name: _values(child, objects) for name, child in tree.items()}
-    return [_values(child, objects) for child in tree] if isinstance(tree, list) else tree
 
 
 class Filling:
@@ -263,7 +247,7 @@ class Filling:
             self._states.append(self._state_of(f"{path}: optimizer {number}", optimizer, tree))
 
     def _state_of(self, where: str, optimizer: Optimizer, tree: dict[str, Any]) -> dict[str, Any]:
-        groups = [_values(group, self._objects) for group in tree["param_groups"]]
+        groups = [with_values(group, self._objects) for group in tree["param_groups"]]
         if len(groups) != len(optimizer.param_groups):
             raise RestoreError(
                 f"{where}: {len(groups)} parameter groups were saved, this run has {len(optimizer.param_groups)}"
@@ -342,8 +326,6 @@ class Filling:
         """State that has not the shape of its parameter: whole on every rank."""
         from torch.distributed.tensor import DTensor, Replicate
 
-        from lightning_ft._places import Piece
-
         place = self._places.by_name[name]
         if place.span is not None:
             raise RestoreError(
@@ -371,7 +353,7 @@ class Filling:
                         made[key] = torch.zeros(parameter.numel(), dtype=saved.dtype, device=parameter.device)
                     self.wanted.append(Wanted(saved, place.pieces, _slice_of(made[key], *place.span)))
                 elif key not in made:
-                    made[key] = _own(_values(saved, self._objects))
+                    made[key] = _own(with_values(saved, self._objects))
         return made
 
 

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +143,7 @@ class Places:
             handle = module._handle if isinstance(module, Fsdp) else None
             if handle is None:
                 continue
-            flat = handle.flat_param
+            flat: Any = handle.flat_param
             if handle.uses_sharded_strategy and not handle.is_sharded(flat):
                 handle.reshard(True)
             names = [plain_name(f"{prefix}.{name}" if prefix else name) for name in flat._fqns]
@@ -187,7 +187,7 @@ class Places:
 
     def parameter_names(self) -> list[str]:
         """Of the parameters, in the order of the model."""
-        order = {}
+        order: dict[str, None] = {}
         for parameter in self._module.parameters():
             for name in self.names_of.get(id(parameter), []):
                 order[name] = None
@@ -235,8 +235,10 @@ def _place_of(name: str, tensor: Tensor) -> Place:
         return made, made.to_local()
 
     here = tensor.device_mesh.get_coordinate() is not None
-    chunks = tensor.__create_chunk_list__() if here else []
+    chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__() if here else []  # type: ignore[no-untyped-call]
     pieces = tuple(Piece(tuple(c.offsets), tuple(c.sizes)) for c in chunks if math.prod(c.sizes))
     if len(pieces) > 1:
         raise RestoreError(f"{name} is in {len(pieces)} parts on this rank, and it is not known how they are stored")
-    return Place(name, tuple(tensor.shape), pieces, lambda: tensor.detach().to_local(), empty_dtensor, True)
+    return Place(
+        name, tuple(tensor.shape), pieces, lambda: cast(DTensor, tensor.detach()).to_local(), empty_dtensor, True
+    )

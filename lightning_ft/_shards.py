@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -29,12 +29,11 @@ from lightning_ft._names import is_local, join
 from lightning_ft._places import Piece
 from lightning_ft._wrappers import plain_name
 from lightning_ft.errors import CheckpointError, CorruptCheckpointError
-from lightning_ft.manifest import Manifest
+from lightning_ft.manifest import METADATA, FileRecord, Manifest
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
-METADATA = ".metadata"
 REST = "meta.pt"
 Depth = Literal["full", "size", "off"]
 # Under which of these the weights are depends on the strategy that saved them.
@@ -224,8 +223,8 @@ class Shards:
         if is_local(self.path):
             self._compared = False
 
-    def _records(self) -> dict[str, Any]:
-        return getattr(self.manifest, "files", {}) if self.manifest is not None else {}
+    def _records(self) -> dict[str, FileRecord]:
+        return self.manifest.files if self.manifest is not None else {}
 
     def _open(self, name: str) -> BinaryIO:
         if not self._compared:
@@ -233,7 +232,7 @@ class Shards:
         record = self._records().get(name)
         if record is None:
             raise CorruptCheckpointError(self.path, f"{name} is not in the manifest")
-        return cast(Any, self._storage).open_verified_file(self.path, name, record)  # type: ignore[no-any-return]
+        return self._storage.open_verified_file(self.path, name, record)
 
     def _opened(self, name: str) -> _Opened:
         held = self._open_files.get(name)
@@ -241,7 +240,9 @@ class Shards:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def read_objects(self, entries: Iterable[Saved], weights_only: bool | None) -> dict[str, Any]:
+    def read_objects(
+        self, entries: Iterable[Saved], weights_only: bool | None, progress: Callable[[int], None] = lambda _: None
+    ) -> dict[str, Any]:
         """Whole values by key: tensors on the CPU, and whatever else was pickled. Each file is opened once."""
         entries = list(entries)
         found: dict[str, Any] = {}
@@ -252,7 +253,7 @@ class Shards:
             Wanted(saved, (Piece.whole(saved.shape or ()),), (lambda tensor: lambda: tensor)(found[saved.key]))
             for saved in whole
         ]
-        self.read(wanted)
+        self.read(wanted, progress)
         pickled = [(index, saved.key) for saved in entries if not saved.is_tensor for index in self._indices(saved)]
         for name, items in self._by_file(pickled, key=lambda item: item[0]):
             with self._opened(name) as file:
@@ -373,6 +374,23 @@ class _Unpickler(pickle.Unpickler):
                 getattr(__import__(module, fromlist=[name]), name), PurePath
             )
         return module == "torch" or (module, name) in self._ALLOWED
+
+
+def leaves(tree: Any) -> list[Saved]:
+    """Everything saved in a tree of `Shards.optimizers`."""
+    if isinstance(tree, Saved):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
+    return [leaf for child in children for leaf in leaves(child)]
+
+
+def with_values(tree: Any, objects: dict[str, Any]) -> Any:
+    """`tree` with values, by key, in place of what stands for them."""
+    if isinstance(tree, Saved):
+        return objects[tree.key]
+    if isinstance(tree, dict):
+        return {name: with_values(child, objects) for name, child in tree.items()}
+    return [with_values(child, objects) for child in tree] if isinstance(tree, list) else tree
 
 
 def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -7,12 +7,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft import _names, events
@@ -24,6 +26,7 @@ from lightning_ft._loading import Loading
 from lightning_ft._plan import Late
 from lightning_ft._save_options import SaveOptions, manifest_of, options_of
 from lightning_ft._save_task import SaveTask
+from lightning_ft._sharded_loading import load_into
 from lightning_ft._sharded_writer import sharded_save
 from lightning_ft._sharding import Agreed, Sharding, Unstaged, stage
 from lightning_ft._staging import Staged, Stager
@@ -328,10 +331,33 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """
         path = _names.normalise(path)
         self.drain()
-        if weights_only is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
-            weights_only = False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
-        load = partial(self._loading.load, path, map_location, weights_only)
+        load = partial(self._loading.load, path, map_location, self._weights_only(weights_only))
         return load() if self.load == "each" else load_once(load, map_location)
+
+    def load_sharded(
+        self,
+        path: str | os.PathLike[str],
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] | None,
+        *,
+        strict: bool,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """A sharded `module` and its `optimizers` are filled from `path`, a directory or a file; returns the rest.
+
+        Ranks: all. Thread: main. See `_sharded_loading.load_into`.
+        """
+        path = _names.normalise(path)
+        self.drain()
+        return load_into(
+            self._loading, path, module, optimizers,
+            strict=strict, weights_only=self._weights_only(weights_only), once=self.load == "broadcast",
+        )  # fmt: skip
+
+    def _weights_only(self, given: bool | None) -> bool | None:
+        if given is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
+            return False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
+        return given
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

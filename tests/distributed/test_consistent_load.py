@@ -67,7 +67,8 @@ def checkpoint(step: int = 1) -> dict[str, Any]:
     weight = torch.arange(4_200_000.0).reshape(-1, 10)  # a little more than blocks of 4 MiB, in which stores are read
     biases = {f"bias{i}": torch.full((i % 7,), float(i)) for i in range(2_000)}
     return {
-        "global_step": step, "epoch": 0, "state_dict": {"w": weight, "tied": weight, "half": weight[:3].half(), **biases},
+        "global_step": step, "epoch": 0,
+        "state_dict": {"w": weight, "tied": weight, "half": weight[:3].half(), **biases},
         "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(300, 10)}}, "param_groups": []}],
         KEY: {"generation": f"generation-{step}", "run_id": "run"},
     }  # fmt: skip
