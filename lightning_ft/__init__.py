@@ -16,6 +16,7 @@ environment itself is what broke.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_ft import _registry
 from lightning_ft.__about__ import __version__
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
+    from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
 
 # These names are promised: they change only after a deprecation that warns for at least two minor releases.
 # Anything else that can be imported, from here or from a module of the package, is not, underscore or none.
@@ -49,11 +51,13 @@ __all__ = [
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "FSDPStrategy",
     "FaultToleranceError",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
     "Manifest",
     "ManifestError",
+    "ModelParallelStrategy",
     "NoUsableCheckpointError",
     "RankFailure",
     "RestoreError",
@@ -75,11 +79,13 @@ _MODULE_OF = {
     "ConfigurationError": "errors",
     "CorruptCheckpointError": "errors",
     "DirectoryInUseError": "errors",
+    "FSDPStrategy": "strategies",
     "FaultToleranceError": "errors",
     "FaultTolerantCheckpoint": "callback",
     "FaultTolerantCheckpointIO": "plugin",
     "Manifest": "manifest",
     "ManifestError": "errors",
+    "ModelParallelStrategy": "strategies",
     "NoUsableCheckpointError": "errors",
     "RankFailure": "errors",
     "RestoreError": "errors",
@@ -109,3 +115,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names too that are not loaded yet."""
     return sorted({*globals(), *__all__})
+
+
+# Two names in a dictionary of Lightning's, once that is imported; nothing is imported for it.
+_registry.register()

@@ -143,10 +143,12 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
-        if type(trainer.strategy).save_checkpoint is not Strategy.save_checkpoint:
+        own_way = type(trainer.strategy).save_checkpoint is not Strategy.save_checkpoint
+        if own_way and not getattr(trainer.strategy, "saves_through_plugin", False):
             raise ConfigurationError(
                 f"strategy {type(trainer.strategy).__name__} writes checkpoints past the checkpoint plugin, so they "
-                "would be neither atomic nor verified; use a single-device or DDP strategy"
+                "would be neither atomic nor verified; use lightning_ft.FSDPStrategy, "
+                "lightning_ft.ModelParallelStrategy, a single-device or a DDP strategy"
             )
         finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
         if any(c._early_exit for c in finders):

@@ -25,9 +25,11 @@ ERRORS = {
 }
 DOCUMENTED = ERRORS | {
     "CheckpointInfo",
+    "FSDPStrategy",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
     "Manifest",
+    "ModelParallelStrategy",
     "__version__",
     "events",
     "last_good",
