@@ -33,7 +33,7 @@ from tests.benchmarks.fresh import silence
 from tests.benchmarks.model import Layers, loader, quiet
 from tests.benchmarks.pace import Save
 from tests.benchmarks.plan import Shape
-from tests.sharded import job, ranks
+from tests.sharded import job, processes
 
 RANKS = 2
 STEPS_BETWEEN = 4
@@ -51,7 +51,7 @@ CONTENDERS = tuple(TITLES)
 def measure(dirpath: str, contender: str, shape: Shape, rows: int, threads: int, saves: int) -> dict[str, list[float]]:
     """Samples by quantity, without those of the first save."""
     os.sync()
-    measured = ranks.run(RANKS, _train, dirpath, contender, shape, rows, threads, saves, timeout_secs=300)
+    measured = processes.run(RANKS, _train, dirpath, contender, shape, rows, threads, saves, timeout_secs=300)
     blocked = [max(of_save) for of_save in zip(*(each["blocked_secs"] for each in measured), strict=True)]
     return {
         "first_blocked_secs": blocked[:1],
@@ -63,7 +63,7 @@ def measure(dirpath: str, contender: str, shape: Shape, rows: int, threads: int,
 def measure_limits(dirpath: str, size_bytes: int) -> dict[str, list[float]]:
     """Seconds for both ranks at once, each with its half of the bytes: copied, and written and synced."""
     os.sync()
-    measured = ranks.run(RANKS, _limits, dirpath, size_bytes // RANKS, timeout_secs=300)
+    measured = processes.run(RANKS, _limits, dirpath, size_bytes // RANKS, timeout_secs=300)
     return {name: [max(each[name] for each in measured)] for name in measured[0]}
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import lightning_ft as ft
 from lightning_ft import _loops
 from lightning_ft._digest import digest
-from tests.sharded import job, ranks
+from tests.sharded import job, processes
 from tests.trainer import cases as c
 
 
@@ -104,7 +104,7 @@ def tell(root: Path, chapters: Sequence[Chapter], optimizer: str = "adamw", **kw
     for number, chapter in enumerate(chapters):
         path = str(root / f"chapter{number}")
         args = (str(root / "checkpoints"), path, chapter, optimizer, kwargs)
-        ended = ranks.start(chapter.ranks, start, *args)
+        ended = processes.start(chapter.ranks, start, *args)
         killed = [outcome.exitcode == -9 for outcome in ended]
         errors = "\n".join(outcome.error for outcome in ended)
         assert killed == [chapter.kill_at is not None] * chapter.ranks, f"chapter {number} {killed}: {errors}"

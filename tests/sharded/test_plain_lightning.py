@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_ft._digest import digest
 from lightning_ft.testing import assert_resume_exact
-from tests.sharded import job, ranks
+from tests.sharded import job, processes
 from tests.trainer import cases as c
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
@@ -100,7 +100,7 @@ def flat(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["fsdp-sharded", "fsdp2-sharded"])
 def test_e6_it_mixes_two_steps(kind: str, tmp_path: Path) -> None:
     """A rank that is killed while an older save is replaced leaves half of each, and nothing tells."""
-    ended = ranks.start(2, saved_over, str(tmp_path), kind)
+    ended = processes.start(2, saved_over, str(tmp_path), kind)
     assert ended[1].exitcode == -signal.SIGKILL
     states = {name: flat(tmp_path / f"{name}.ckpt") for name in ("2", "4", "last")}
     of_step = {
@@ -121,5 +121,5 @@ def saved(dirpath: str, kind: str, size: int) -> None:
 def test_e10_a_shard_of_an_older_save_stays(kind: str, tmp_path: Path) -> None:
     """Two ranks, then one: the shard of the second rank is still in the directory that one rank has written."""
     for size in (2, 1):
-        ranks.run(size, saved, str(tmp_path), kind, size)
+        processes.run(size, saved, str(tmp_path), kind, size)
     assert {p.name for p in (tmp_path / "x.ckpt").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_ft import _recorder, events
 from lightning_ft._digest import digest
-from tests.sharded import job, ranks
+from tests.sharded import job, processes
 
 
 def digests_of_shards() -> list[str | None]:
@@ -28,7 +28,7 @@ def digests_of_shards() -> list[str | None]:
 
 
 def test_each_rank_has_the_digest_of_its_own_shard() -> None:
-    (first, again, unchanged), (second, second_again, changed) = ranks.run(2, digests_of_shards)
+    (first, again, unchanged), (second, second_again, changed) = processes.run(2, digests_of_shards)
     assert None not in (first, second)
     assert first == again == unchanged
     assert second == second_again != changed
