@@ -8,9 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_ft import _loops
+from lightning_ft._elastic import Change, GlobalBatch
 from lightning_ft.errors import RestoreError
 
 _MISSING = "(nothing)"
+# Of these, Lightning makes one out of another when the number of ranks changes; any other sampler it wraps.
+_SAMPLERS = ("RandomSampler", "SequentialSampler", "DistributedSampler")
 
 
 @dataclass
@@ -83,14 +86,66 @@ def planned(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def compare(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any], *, other_data: bool) -> None:
-    """Differences of two fingerprints are in the report; with `other_data`, those of the data are none."""
+def compare(
+    report: RestoreReport,
+    saved: dict[str, Any],
+    present: dict[str, Any],
+    *,
+    other_data: bool,
+    change: Change | None = None,
+) -> None:
+    """Differences of two fingerprints are in the report.
+
+    Args:
+        report: Of this restart.
+        saved: `fingerprint` at the save.
+        present: `fingerprint` now.
+        other_data: Those of the data are none.
+        change: On another number of ranks: what follows from that alone is noted, and so is another global batch. That
+            it is kept, by another batch size or ``accumulate_grad_batches``, is no difference.
+    """
+    kept = change is not None and _same_global_batch(report, saved, present, change)
     for name in {**saved, **present}:
         if other_data and (name.startswith("train dataloader") or name == "batches per epoch"):
             continue
         then, now = saved.get(name, _MISSING), present.get(name, _MISSING)
-        if then != now:
+        if then == now:
+            continue
+        if name == "world size":
+            report.noted.append(f"{name}: {then} when saved, {now} now")
+        elif change is None or not _follows(name, str(then), str(now), kept=kept):
             report.changed.append(f"{name}: {then} when saved, {now} now")
+
+
+def _follows(name: str, then: str, now: str, *, kept: bool) -> bool:
+    """Whether a fact is another one because the number of ranks is."""
+    if name == "batches per epoch" or (name.startswith("train dataloader") and name.endswith(" batches")):
+        return True
+    if name.endswith(" sampler"):
+        wrapped = "DistributedSamplerWrapper" in (then, now)
+        return wrapped or (then in _SAMPLERS and now in _SAMPLERS)
+    return kept and (name == "accumulate_grad_batches" or name.endswith(" batch size"))
+
+
+def _same_global_batch(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any], change: Change) -> bool:
+    """Whether a step has as many samples as it had; if not, the report says so, and what would keep it."""
+    same = True
+    for name in [n for n in present if n.startswith("train dataloader") and n.endswith(" batch size")]:
+        then, now = saved.get(name), present[name]
+        loader = name.removesuffix(" batch size")
+        if not isinstance(then, int) or not isinstance(now, int):
+            report.noted.append(f"{loader}: nothing tells whether a step has as many samples as it had")
+            same = same and then == now
+            continue
+        before = GlobalBatch(change.saved, then, saved["accumulate_grad_batches"])
+        after = GlobalBatch(change.present, now, present["accumulate_grad_batches"])
+        if before.samples != after.samples:
+            same = False
+            report.noted.append(
+                f"{loader}: {before} when saved, {after} now: learning rates and schedules made for one may not "
+                f"fit the other; {after.keeping(before)}"
+            )
+    return same
 
 
 def compare_plan(report: RestoreReport, saved: dict[str, Any], present: dict[str, Any]) -> None:

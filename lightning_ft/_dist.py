@@ -69,22 +69,32 @@ class Ranks:
         """
         if self._group is None:
             return decision()
-        message: list[Any] = [None]
-        error: Exception | None = None
-        if self.is_zero:
-            try:
-                message = [("value", decision())]
-                pickle.dumps(message)  # an error while it is sent would leave the others waiting
-            except Exception as e:
-                ours = isinstance(e, FaultToleranceError) and _travels(e)
-                error, message = e, [("error", e if ours else RankFailure(0, f"{type(e).__name__}: {e}"))]
+        answer, error = self._asked(decision)
+        message: list[Any] = [answer]
         dist.broadcast_object_list(message, src=0, group=self._group)
-        kind, value = message[0]
-        if error is not None:
-            raise error
-        if kind == "error":
-            raise value
-        return value  # type: ignore[no-any-return]
+        return _answered(message[0], error)  # type: ignore[no-any-return]
+
+    def distribute(self, decision: Callable[[], list[_T]]) -> _T:
+        """As `decide`, but every rank holds its own item of the list that `decision` returned, in rank order."""
+        if self._group is None:
+            return decision()[0]
+        (kind, value), error = self._asked(decision)
+        messages = [(kind, item) for item in (value if kind == "value" else [value] * self.world_size)]
+        message: list[Any] = [None]
+        dist.scatter_object_list(message, messages if self.is_zero else None, src=0, group=self._group)
+        return _answered(message[0], error)  # type: ignore[no-any-return]
+
+    def _asked(self, decision: Callable[[], Any]) -> tuple[tuple[str, Any], Exception | None]:
+        """What rank 0 has to tell the others, and what it raises itself when it has told them."""
+        if not self.is_zero:
+            return ("", None), None
+        try:
+            answer = ("value", decision())
+            pickle.dumps(answer)  # an error while it is sent would leave the others waiting
+        except Exception as e:
+            ours = isinstance(e, FaultToleranceError) and _travels(e)
+            return ("error", e if ours else RankFailure(0, f"{type(e).__name__}: {e}")), e
+        return answer, None
 
     def vote(self) -> Vote:
         """A ballot on this group."""
@@ -95,6 +105,15 @@ class Ranks:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _answered(message: tuple[str, Any], error: Exception | None) -> Any:
+    kind, value = message
+    if error is not None:
+        raise error
+    if kind == "error":
+        raise value
+    return value
 
 
 def _travels(error: Exception) -> bool:

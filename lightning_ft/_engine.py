@@ -25,17 +25,16 @@ import atexit
 import logging
 import random
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import tenacity
 
-from lightning_ft import _serialise, events
-from lightning_ft._read_back import ReadBackDepth, read_back, take_away
+from lightning_ft import events
+from lightning_ft._read_back import ReadBackDepth
+from lightning_ft._save_task import SaveTask, Target
 from lightning_ft._save_times import SaveTimes
 from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError
 from lightning_ft._store_errors import is_transient
@@ -59,36 +58,6 @@ def _finish() -> None:
 # First of all before executors refuse work, as they do when functions of `atexit` run: clients of stores look up the
 # names of hosts in them. The name is private; where it is gone, only connections that are there already can be used.
 getattr(threading, "_register_atexit", atexit.register)(_finish)
-
-
-class Snapshot(Protocol):
-    """What is to be written: see `_staging.Staged`."""
-
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def reductions(self) -> _serialise.Reductions: ...
-    @property
-    def blocked_secs(self) -> float: ...
-    @property
-    def staging_secs(self) -> float: ...
-    def wait(self) -> dict[str, Any]: ...
-    def check(self) -> None: ...
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class SaveTask:
-    """One checkpoint to write: `snapshot` belongs to the writer from now on, which releases it."""
-
-    path: str
-    snapshot: Snapshot
-    manifest: Manifest
-    """Complete but for size, digest and metrics, which are known when the bytes are."""
-    on_commit: Callable[[Manifest], None] | None = None
-    replaceable: bool = False
-    """Whether a newer save may take its place while it waits."""
-    asked_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -125,7 +94,7 @@ class Writer:
     def __init__(self, storage: Storage, retries: int, verify_after_write: ReadBackDepth | None = None) -> None:
         self._storage = storage
         self._retries = retries
-        self._verify_after_write = verify_after_write
+        self._target = Target(storage, self._retrying, verify_after_write)
         self._condition = threading.Condition()
         self._tasks: deque[SaveTask | _RemoveTask | _CallTask | _ReplacedTask] = deque()
         self._running = False
@@ -256,6 +225,14 @@ class Writer:
         with self._condition:
             return self._failed_after >= self._submitted
 
+    def settle_failure(self) -> None:
+        """A failure of which another rank has heard waits to be taken here, too.
+
+        Blocks on: the save at hand, which is about to hear of it, if it has not.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure is not None or not self._saving)
+
     def take_failure(self) -> SaveError | None:
         """The oldest failure not yet taken; it is reported once."""
         with self._condition:
@@ -340,7 +317,7 @@ class Writer:
 
     def _save_begun(self, task: SaveTask, times: SaveTimes) -> None:
         try:
-            manifest = self._retrying()(self._write, task, times)
+            manifest = task.write(self._target, times)
         except SnapshotWithdrawnError as error:
             events.emit(events.SaveSkipped(task.path, task.manifest.step, str(error)))
             return
@@ -354,28 +331,23 @@ class Writer:
         finally:
             self._release(task)  # now, and not after a rotation, which may be slow
         metrics = times.metrics(manifest.size_bytes)
-        if self._verify_after_write is not None:
-            if not self._read_back(task, manifest, self._verify_after_write):
-                return
-            metrics |= times.after_read_back()
+        try:
+            if task.read_back(self._target, manifest):
+                metrics |= times.after_read_back()
+        except SaveError as error:
+            self._fail(self._begun, task.path, manifest.step, error)
+            return
         with self._condition:
             if self._begun > self._failed_after:  # else a save asked for after this one has failed already
                 self._last_save_failed = False
                 self.failures_in_a_row = 0
+        if not task.speaks:
+            return
         try:
             self._after_commit(task, manifest, metrics)
         except Exception as error:  # the checkpoint is good, and the run hears that its rotation is not
             what = f"checkpoint {task.path} (step {manifest.step}) was saved, and what follows a save failed"
             self._keep(task.path, manifest.step, what, error)
-
-    def _read_back(self, task: SaveTask, manifest: Manifest, depth: ReadBackDepth) -> bool:
-        """Whether the checkpoint is what was written; otherwise it is gone, and the save has failed."""
-        try:
-            self._retrying()(read_back, self._storage, task.path, manifest, depth)
-        except Exception as error:
-            self._fail(self._begun, task.path, manifest.step, take_away(self._storage, task.path, error))
-            return False
-        return True
 
     def _release(self, task: SaveTask) -> None:
         try:
@@ -398,20 +370,6 @@ class Writer:
                 self._remove(path)
         if task.on_commit is not None:
             task.on_commit(manifest)
-
-    def _write(self, task: SaveTask, times: SaveTimes) -> Manifest:
-        checkpoint = task.snapshot.wait()
-        times.write_begins()
-        events.emit(events.SaveStarted(task.path, task.manifest.step))
-
-        def complete(size_bytes: int, digest: str) -> Manifest:
-            task.snapshot.check()
-            return replace(task.manifest, size_bytes=size_bytes, digest=digest, metrics=times.metrics(size_bytes))
-
-        # The attempt is aborted on errors, and raises the storage's own.
-        with self._storage.open_attempt(task.path, expected_bytes=task.snapshot.size_bytes) as attempt:
-            _serialise.save(checkpoint, attempt, task.snapshot.reductions)
-            return attempt.commit(complete)
 
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(

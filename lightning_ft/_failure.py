@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from lightning_ft._dist import Ranks
 from lightning_ft._engine import Writer
 from lightning_ft._uploads import Uploads
 from lightning_ft.errors import SaveError
@@ -24,6 +26,26 @@ class Failure:
     """Whether the save submitted last failed, so that its state is on no disk."""
     newest_upload: bool
     """Whether the upload submitted last failed, so that its state is on the local disk alone."""
+
+
+class Fallible(Protocol):
+    """What may have failed: see `FaultTolerantCheckpointIO`."""
+
+    def take_failure(self) -> Failure | None: ...
+    def settle_failure(self) -> None: ...
+
+
+def agreed_failure(ranks: Ranks, source: Fallible) -> Failure | None:
+    """The oldest failure that any rank has not taken yet, on all ranks; each rank has taken its own.
+
+    Ranks: all. Thread: main. Blocks on: all ranks; one that has not heard of it yet, on its save at hand.
+    """
+    own = source.take_failure()
+    failure = next((found for found in ranks.all_gather(own) if found is not None), None)
+    if failure is not None and own is None:
+        source.settle_failure()
+        source.take_failure()  # or there is none: the save was of one rank only
+    return failure
 
 
 def take_failure(writer: Writer | None, uploads: Uploads | None, on_error: str) -> Failure | None:

@@ -10,9 +10,11 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_ft import _loops, _rng
+from lightning_ft._elastic import Change, DataRank
+from lightning_ft._kinds import kind_of
 from lightning_ft._tracked import track
-from lightning_ft.dataloading import Tracker, kind_of
-from lightning_ft.errors import RestoreError
+from lightning_ft.dataloading import Tracker
+from lightning_ft.errors import RestoreError, TopologyError
 
 _VALIDATION = 1_000_000  # seeds of validation loaders are told from those of any train dataloader by their index
 
@@ -25,11 +27,11 @@ class TrackedLoaders:
     Args:
         trainer: The trainer.
         root_seed: Seed of the data order and augmentation of this rank.
-        rank: This rank.
+        rank: This rank's place among those with data of their own.
         seed_batches: ``FaultTolerantCheckpoint(seed_workers=...)``.
     """
 
-    def __init__(self, trainer: pl.Trainer, root_seed: int, rank: int, seed_batches: bool) -> None:
+    def __init__(self, trainer: pl.Trainer, root_seed: int, rank: DataRank, seed_batches: bool) -> None:
         self._trainer = trainer
         self.root_seed = root_seed
         self._rank = rank
@@ -38,6 +40,7 @@ class TrackedLoaders:
         self._being_made: list[Tracker] = []
         self._to_resume: list[dict[str, Any]] | None = None
         self._remade = False
+        self._change: Change | None = None
         self._validation: list[Tracker] = []
         self._validation_being_made: list[Tracker] = []
         self._validation_to_resume: list[dict[str, Any]] = []
@@ -82,11 +85,12 @@ class TrackedLoaders:
             return loader
         number = len(self._validation_being_made)
         tracker = Tracker(
-            _VALIDATION + number, self.root_seed, self._rank, self._seed_batches, self._batch, stage="validation"
-        )
+            _VALIDATION + number, self.root_seed, self._rank.rank, self._seed_batches, self._batch, "validation",
+            self._rank.size,
+        )  # fmt: skip
         tracked = track(loader, tracker)
         if number < len(self._validation_to_resume):
-            tracker.resume(self._validation_to_resume[number])
+            tracker.resume(self._validation_to_resume[number], self._change)
         self._validation_being_made.append(tracker)
         self._validation = self._validation_being_made
         return tracked
@@ -96,7 +100,7 @@ class TrackedLoaders:
         return _loops.progress(self._trainer).batch
 
     def _new_tracker(self, index: int) -> Tracker:
-        return Tracker(index, self.root_seed, self._rank, self._seed_batches)
+        return Tracker(index, self.root_seed, self._rank.rank, self._seed_batches, ranks=self._rank.size)
 
     def _resume(self, tracker: Tracker, index: int) -> None:
         states = self._to_resume or []
@@ -106,7 +110,7 @@ class TrackedLoaders:
         elif index >= len(states):
             raise RestoreError(f"the checkpoint holds positions of {len(states)} train dataloaders, this run has more")
         else:
-            tracker.resume(states[index])
+            tracker.resume(states[index], self._change)
 
     def before_setup_data(self) -> None:
         """Loaders made from here on are a new set."""
@@ -134,18 +138,22 @@ class TrackedLoaders:
             "val": [t.position(epoch_over=True) for t in self._validation],
         }
 
-    def resume(self, state: dict[str, Any], made_in: dict[str, int | None], *, remade: bool) -> None:
+    def resume(
+        self, state: dict[str, Any], made_in: dict[str, int | None], *, remade: bool, change: Change | None = None
+    ) -> None:
         """The loaders, made already or not, start at `state`.
 
         Args:
             state: Of `state`.
             made_in: The epochs in which the run that was saved had made its loaders (train and val).
             remade: The uninterrupted run makes new train dataloaders for the epoch that comes now.
+            change: `state` is that of another number of ranks.
         """
         self._to_resume = state["train"]
         self._validation_to_resume = state["val"]
         self._made_in = {stage: epoch for stage, epoch in made_in.items() if epoch is not None}
         self._remade = remade
+        self._change = change
         self.root_seed = state["root_seed"]
         for index, tracker in enumerate(self._trackers):
             self._resume(tracker, index)
@@ -155,7 +163,37 @@ class TrackedLoaders:
         self._to_resume = None
         self._validation_to_resume = []
         self._remade = False
+        self._change = None
         self._made_in = {}
+
+    def count_batches(self) -> list[str]:
+        """Lightning's counters say how much of the epoch is done, in batches of this number of ranks.
+
+        Returns:
+            What differs from an epoch that began on them, in words.
+
+        Raises:
+            TopologyError: Nothing of the epoch is left for so many ranks, or they would train more than it has.
+        """
+        counts = [t.batches_left() for t in self._trackers]
+        known = [count for count in counts if count is not None]
+        if self._change is None or len(known) < len(counts):
+            return []
+        done = _loops.batches_done(self._trainer, known, [t.has_cycled for t in self._trackers])
+        whole = self._trainer.num_training_batches
+        if done >= whole:
+            raise TopologyError(
+                f"{self._change.path}: on {self._change.present} ranks (saved by {self._change.saved}) nothing is left "
+                f"of its epoch: {done} of {whole:g} batches are done (batch size, drop_last or limit_train_batches of "
+                "this run). Continue on another number of ranks, or from a checkpoint of an epoch's end",
+                self._change.saved,
+                self._change.present,
+            )
+        _loops.set_batches_done(self._trainer, done)
+        window = self._trainer.accumulate_grad_batches
+        if done % window == 0:
+            return []
+        return [f"the first step accumulates {window - done % window} batches and not {window}: {done} are done"]
 
     def begin_epoch(self) -> None:
         """An epoch begins from its first batch."""

@@ -32,6 +32,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ft import _elastic
 from lightning_ft.state import Progress
 
 _ABSENT = object()
@@ -142,6 +143,35 @@ def progress(trainer: pl.Trainer) -> Progress:
         last_batch=bool(batches.is_last_batch) or batches.current.ready >= trainer.num_training_batches,
         epoch_over=0 < epochs.current.started == epochs.current.processed,
     )
+
+
+def data_rank(trainer: pl.Trainer) -> tuple[int, int]:
+    """Which rank this is of how many that train on different data: those of a tensor-parallel group are one."""
+    kwargs = trainer.distributed_sampler_kwargs
+    return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])
+
+
+def batches_done(trainer: pl.Trainer, counts: list[tuple[int, int]], cycled: list[bool]) -> int:
+    """How many batches of the epoch count as trained.
+
+    Args:
+        trainer: The trainer, its loaders made.
+        counts: Per loader, how many batches a whole pass has and how many are left.
+        cycled: Per loader, whether it has begun again in this epoch.
+    """
+    combined: Any = trainer.fit_loop._combined_loader
+    whole, left = zip(*counts, strict=True)
+    of_epoch = _elastic.epoch_batches(combined._mode, whole, [False] * len(whole))
+    return of_epoch - _elastic.epoch_batches(combined._mode, left, cycled)
+
+
+def set_batches_done(trainer: pl.Trainer, done: int) -> None:
+    """Of the epoch, so many batches count as trained; what counts over the whole run stays."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    shift = done - batches.current.processed
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(batches.current, name, getattr(batches.current, name) + shift)
+    batches.is_last_batch = False
 
 
 def half_done(trainer: pl.Trainer) -> bool:

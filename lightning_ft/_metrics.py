@@ -1,6 +1,8 @@
 """Partial epoch metrics: what `self.log(on_epoch=True)` and torchmetrics have accumulated since the epoch began.
 
-Lightning saves neither, so the epoch mean of a resumed epoch covers only its remainder. Every rank keeps its own.
+Lightning saves neither, so the epoch mean of a resumed epoch covers only its remainder. Every rank keeps its own. On
+another number of ranks, those of ranks that are gone are merged into those of ranks that are there (`_merge`), and new
+ranks begin with nothing, so that every sample of the epoch counts once.
 """
 
 from __future__ import annotations
@@ -44,17 +46,35 @@ def capture(trainer: pl.Trainer, tree: ModuleTree) -> dict[str, Any]:
         "logged_metrics": _to_cpu(connector._logged_metrics),
         "progress_bar_metrics": _to_cpu(connector._progress_bar_metrics),
         "current_fx": connector._current_fx,
-        "torchmetrics": {name: _capture_metric(m) for name, m in _metrics(trainer, tree.modules)},
+        "torchmetrics": {name: _capture_metric(m) for name, m in find_metrics(trainer, tree.modules)},
     }
 
 
-def restore(trainer: pl.Trainer, saved: dict[str, Any], *, within_epoch: bool) -> list[str]:
+class _AnySync(_Sync):
+    """How a value is reduced over ranks, until it is logged again: then as that call says.
+
+    Lightning notes whether the user asks for it *and* there are several ranks, and refuses a value that is logged with
+    another note.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Sync) or self.fn != other.fn:
+            return NotImplemented
+        self.rank_zero_only, self._group, self._op = other.rank_zero_only, other.group, other.op
+        self.should = other.should
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def restore(trainer: pl.Trainer, saved: dict[str, Any], *, within_epoch: bool, other_ranks: bool = False) -> list[str]:
     """Metrics accumulate on from where they were.
 
     Args:
         trainer: The trainer, after Lightning has reset its results for the run.
         saved: What `capture` returned.
         within_epoch: The epoch of `saved` continues, so its first batch here must not reset what it had logged.
+        other_ranks: `saved` is that of another number of ranks.
 
     Returns:
         What found no place, in words.
@@ -69,7 +89,7 @@ def restore(trainer: pl.Trainer, saved: dict[str, Any], *, within_epoch: bool) -
         connector._first_loop_iter = True
         connector._current_fx = saved["current_fx"]
         for key, entry in saved["results"].items():
-            result = _restore_result(trainer, entry)
+            result = _restore_result(trainer, entry, other_ranks=other_ranks)
             if result is None:
                 problems.append(f"epoch value of {key!r}, logged with an attribute the module no longer has")
             else:
@@ -95,20 +115,22 @@ def _capture_result(result: _ResultMetric) -> dict[str, Any]:
     return entry
 
 
-def _restore_result(trainer: pl.Trainer, entry: dict[str, Any]) -> _ResultMetric | None:
+def _restore_result(trainer: pl.Trainer, entry: dict[str, Any], *, other_ranks: bool) -> _ResultMetric | None:
     assert entry["reduce_fx"] in _REDUCTIONS, entry["reduce_fx"]
     device = trainer.strategy.root_device
     reductions = builtins if entry["reduce_fx_builtin"] else torch
     meta = _Metadata(**entry["meta"], reduce_fx=getattr(reductions, entry["reduce_fx"]))
     # The next `self.log` compares its metadata with this one, down to the function that reduces over ranks.
-    meta.sync = _Sync(
+    meta.sync = (_AnySync if other_ranks else _Sync)(
         fn=trainer.strategy.reduce, _should=entry["sync"]["should"], rank_zero_only=entry["sync"]["rank_zero_only"]
     )
     result = _ResultMetric(meta, entry["is_tensor"])
     if entry["is_tensor"]:
         result.value = _to_device(entry["value"], device)
         if meta.is_mean_reduction:
-            result.cumulated_batch_size = _to_device(entry["cumulated_batch_size"], device)
+            weight = _to_device(entry["cumulated_batch_size"], device)
+            # Lightning averages the weights over the ranks, in whole numbers. Here a rank may have none.
+            result.cumulated_batch_size = weight.to(result.value.dtype) if other_ranks else weight
     else:
         try:
             result.value = attrgetter(meta.metric_attribute or "")(trainer.lightning_module)
@@ -119,7 +141,7 @@ def _restore_result(trainer: pl.Trainer, entry: dict[str, Any]) -> _ResultMetric
     return result
 
 
-def _metrics(trainer: pl.Trainer, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Metric]]:
+def find_metrics(trainer: pl.Trainer, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Metric]]:
     """Every torchmetrics object of the module and the callbacks, under a name that a restart finds again."""
     for name, module in modules:
         if isinstance(module, Metric):
@@ -146,7 +168,7 @@ def _attributes(metric: Metric) -> list[tuple[str, Any]]:
 
 
 def _restore_torchmetrics(trainer: pl.Trainer, saved: dict[str, dict[str, Any]]) -> list[str]:
-    present = dict(_metrics(trainer, trainer.lightning_module.named_modules()))
+    present = dict(find_metrics(trainer, trainer.lightning_module.named_modules()))
     for name in saved.keys() & present.keys():
         metric, entry = present[name], saved[name]
         for state, value in entry["states"].items():

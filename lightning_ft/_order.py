@@ -56,6 +56,7 @@ class IndexSource:
         new_stream: Makes the random stream in which the order of a pass is drawn: nothing else draws from it.
         seed_of: Seed of the n-th item of the pass, or None to hand out bare indices.
         skip: How many items of the pass were trained already; their indices are drawn and dropped.
+        instead: What a pass is drawn from; default: `base`.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class IndexSource:
         new_stream: Callable[[], _rng.Stream],
         seed_of: Callable[[int], int] | None,
         skip: Callable[[], int],
+        instead: Callable[[], Any] | None = None,
     ) -> None:
         self._base = base
+        self._instead = instead
         self._new_stream = new_stream
         self._seed_of = seed_of
         self._skip = skip
@@ -77,10 +80,11 @@ class IndexSource:
         # A generator, so that nothing is drawn before the first item is asked for: a loader with workers asks for an
         # iterator twice and uses the second, and a sampler with a generator of its own would be drawn from twice.
         stream, ordinal = self._new_stream(), self._skip()
+        base = self._base if self._instead is None else self._instead()
         with stream.active():
-            items = iter(self._base)
+            items = iter(base)
             self._drop(items, ordinal)
-        once = _draws_only_at_start(self._base)
+        once = _draws_only_at_start(base)
         while True:
             with contextlib.nullcontext() if once and ordinal else stream.active():
                 try:
@@ -240,14 +244,25 @@ class SamplerState:
             entries.append(entry)
         return {"samplers": entries}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], *, common: bool = False) -> None:
         """The samplers stand as they did at `capture`.
+
+        Args:
+            state: Of `capture`.
+            common: Only samplers of which both have one: on another number of ranks Lightning puts its own in place of,
+                or around, the user's.
 
         Raises:
             RestoreError: The loader has other samplers than the one that was saved.
         """
         saved = state["samplers"]
         present = [type(s).__name__ for s in self._samplers]
+        if common:
+            entries = {s["type"]: s for s in saved}
+            for sampler, name in zip(self._samplers, present, strict=True):
+                if name in entries and present.count(name) == sum(s["type"] == name for s in saved) == 1:
+                    _restore_sampler(sampler, entries[name])
+            return
         if [s["type"] for s in saved] != present:
             raise RestoreError(f"the checkpoint holds samplers {[s['type'] for s in saved]}, this run has {present}")
         for sampler, entry in zip(self._samplers, saved, strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_ft._alike import Alike
@@ -57,8 +58,16 @@ def _tensors(setting: Any) -> list[Tensor]:
 
 def _addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
     # Subclasses and sparse tensors may have no storage of their own; they are never late.
-    own = [t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+    own = [t for t in map(_held_here, tensors) if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
     return frozenset(map(UntypedStorage.data_ptr, map(Tensor.untyped_storage, own)))
+
+
+def _held_here(tensor: Tensor) -> Tensor:
+    """What this rank has of `tensor`, if that is in shards."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # the tensor itself then, and no function of it
+        return tensor.to_local()
 
 
 @dataclass

@@ -6,6 +6,9 @@ When what is restored, in the order Lightning allows::
     optimizers restored    matched by name instead of by position, every tensor with the dtype it was saved in
     before the epoch       everything is compared; frozen parameters, metrics, reload schedule; random state last
     the epoch runs         loops forget that they restart
+
+What is a rank's own (position of its loaders, random state, metrics, gradients) comes from the saved ranks that the
+rank takes over (`_takeover`), so that the number of ranks may be another one.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ft import _callbacks, _compare, _loops, _metrics, _rng, events, state
+from lightning_ft import _callbacks, _compare, _loops, _merge, _metrics, _rng, _takeover, events, state
 from lightning_ft._compare import RestoreReport
 from lightning_ft._dist import Ranks
+from lightning_ft._elastic import DataRank
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
-from lightning_ft.errors import RestoreError, TopologyError
+from lightning_ft.errors import RestoreError
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ def build_state(
     trainer: pl.Trainer,
     tree: ModuleTree,
     ranks: Ranks,
+    data_rank: DataRank,
     loaders: TrackedLoaders,
     *,
     boundary: str,
@@ -48,6 +53,7 @@ def build_state(
         trainer: The trainer.
         tree: Of its module.
         ranks: The ranks of the run.
+        data_rank: This one's place among those that train on different data.
         loaders: Its train dataloaders.
         boundary: ``"step"`` or ``"epoch"`` at our own boundaries, ``"none"`` for saves of other callbacks.
         stopping: A guard stops this run, which a restart has to continue.
@@ -58,6 +64,7 @@ def build_state(
     epoch_over = boundary == "epoch" or progress.epoch_over or progress.last_batch
     per_rank = ranks.gather(
         {
+            "data_rank": {"rank": data_rank.rank, "size": data_rank.size},
             "rng": _rng.capture(),
             "loaders": loaders.state(epoch_over=epoch_over, noted=boundary != "none"),
             "metrics": _metrics.capture(trainer, tree),
@@ -89,7 +96,7 @@ class Restore:
     Ranks: all. Construct in `on_load_checkpoint`, before loops and optimizers are restored.
 
     Raises:
-        TopologyError: The checkpoint was written by another number of processes.
+        TopologyError: The checkpoint was written by another number of ranks, and cannot be continued on this one.
         RestoreError: It holds nothing for this rank, or a part of it does not fit.
     """
 
@@ -99,6 +106,7 @@ class Restore:
         checkpoint: dict[str, Any],
         path: str,
         ranks: Ranks,
+        data_rank: DataRank,
         loaders: TrackedLoaders,
         strict: bool,
     ) -> None:
@@ -109,19 +117,21 @@ class Restore:
         self._done = False
         self._undo = [_loops.replaced(trainer, "num_sanity_val_steps", 0)]  # they ran before the first step
         self._saved: dict[str, Any] | None = checkpoint.get(KEY)
+        self._rank_state: _takeover.RankState | None = None
         self.report = RestoreReport(path, restored=["weights", "optimizers", "schedulers", "loops", "callbacks"])
         if self._saved is None:
             self._note_plain(checkpoint)
             return
         self._undo.append(_loops.replaced(trainer.strategy, "load_optimizer_state_dict", self._load_optimizer_states))
-        self._rank_state = self._of_this_rank(self._saved)
+        of_rank = self._rank_state = _takeover.of_this_rank(self._saved, data_rank, ranks.rank, path)
+        self._change = of_rank.change
         # Lightning would load rank 0's state into the loaders of every rank, and only under some orders of set-up.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         # Of loaders that the uninterrupted run makes anew just now, nothing carries over.
         made = self._saved["reloads"]["train"]
         self._remade = not self._saved["within_epoch"] and _loops.reload_due(trainer, checkpoint["epoch"], made)
         made_in = {**self._saved["reloads"], **({"train": checkpoint["epoch"]} if self._remade else {})}
-        loaders.resume(self._rank_state["loaders"], made_in, remade=self._remade)
+        loaders.resume(of_rank.loaders, made_in, remade=self._remade, change=self._change)
         if self._saved["boundary"] == "none":
             self.report.noted.append("saved by another callback, not at a boundary: a restart from it may not be exact")
         self._scores = _callbacks.saved_scores(checkpoint)
@@ -130,20 +140,6 @@ class Restore:
             trainer.should_stop = True  # a finished run stays finished
             if ranks.is_zero:
                 _log.warning("the run of %s was ended by EarlyStopping: nothing is left to train", path)
-
-    def _of_this_rank(self, saved: dict[str, Any]) -> dict[str, Any]:
-        if saved["world_size"] != self._ranks.world_size:
-            raise TopologyError(
-                f"{self.report.path} was saved by {saved['world_size']} processes and this run has "
-                f"{self._ranks.world_size}: the order of the data depends on it. Start as many as it was saved by.",
-                saved["world_size"],
-                self._ranks.world_size,
-            )
-        per_rank = saved["ranks"]
-        if per_rank is None or len(per_rank) <= self._ranks.rank:
-            raise RestoreError(f"{self.report.path} holds no random state and data position of rank {self._ranks.rank}")
-        state_of_rank: dict[str, Any] = per_rank[self._ranks.rank]
-        return state_of_rank
 
     def _note_plain(self, checkpoint: dict[str, Any]) -> None:
         self.report.noted.append(
@@ -202,7 +198,7 @@ class Restore:
         _callbacks.restore_weight_averaging(trainer)
         _loops.restore_accumulation(trainer, saved["fingerprint"]["accumulate_grad_batches"])
         present = _compare.fingerprint(trainer, self._loaders.describe(), self._ranks.world_size)
-        _compare.compare(self.report, saved["fingerprint"], present, other_data=self._remade)
+        _compare.compare(self.report, saved["fingerprint"], present, other_data=self._remade, change=self._change)
         _compare.compare_plan(self.report, saved["planned"], _compare.planned(trainer))
         if saved["seed"] != os.environ.get("PL_GLOBAL_SEED"):
             now = os.environ.get("PL_GLOBAL_SEED")
@@ -210,6 +206,8 @@ class Restore:
         if saved["within_epoch"] or saved["step"]:
             self.report.noted += _loops.inexact_reductions(trainer, self._ranks.world_size)
         moved = [c for c in self.report.changed if c.startswith("train dataloader")]
+        if self._change is not None:
+            moved = [m for m in moved if " batch size: " not in m]  # what is left of the order is dealt out anew
         if moved and saved["within_epoch"] and not self._strict:
             raise RestoreError(
                 f"{self.report.path} was saved within an epoch, and its position there means nothing in other data: "
@@ -218,16 +216,31 @@ class Restore:
             )
         module = trainer.lightning_module
         self.report.noted += state.restore_requires_grad(module, saved["requires_grad"])
+        of_rank = self._rank_state
+        assert of_rank is not None
+        self.report.noted += of_rank.noted
+        metrics, unmerged = _merge.merge(trainer, of_rank.metrics)
+        self.report.noted += unmerged
         self.report.missing += _metrics.restore(
-            trainer, self._rank_state["metrics"], within_epoch=saved["within_epoch"]
+            trainer, metrics, within_epoch=saved["within_epoch"], other_ranks=self._change is not None
         )
-        state.restore_gradients(module, self._rank_state["gradients"])
+        state.restore_gradients(module, of_rank.gradients)
         _loops.restore_reloads(trainer, saved["reloads"])
         if saved["boundary"] == "epoch":
             _loops.continue_without_restart(trainer)
-        self.report.missing += _rng.restore(self._rank_state["rng"])
+        if saved["within_epoch"] and self._change is not None and not self._remade:
+            self.report.noted += self._loaders.count_batches()
+        self._restore_random_state(of_rank)
         self.report.restored += ["random state", "data position", "metrics"]
         self._say()
+
+    def _restore_random_state(self, of_rank: _takeover.RankState) -> None:
+        if of_rank.rng is None:
+            _rng.begin(of_rank.seed)
+            return
+        lost = _rng.restore(of_rank.rng)
+        # With fewer ranks on a machine, a process may see fewer devices than it did.
+        (self.report.missing if self._change is None else self.report.noted).extend(lost)
 
     def epoch_runs(self) -> None:
         """The first batch may be asked for: loops and loaders are as they were."""
@@ -236,7 +249,7 @@ class Restore:
                 _loops.continue_without_restart(self._trainer)
             self._loaders.mark_consumed()
         self._loaders.resumed()
-        self._saved, self._rank_state = None, {}  # releases what of the checkpoint is still held
+        self._saved = self._rank_state = None  # releases what of the checkpoint is still held
 
     def _say(self) -> None:
         path = self.report.path

@@ -41,6 +41,14 @@ def restore(state: dict[str, Any]) -> list[str]:
     return _restore_accelerators(state.get("accelerators", {}))
 
 
+def begin(seed: int) -> None:
+    """This process starts the random sequences of `seed`: torch CPU, every accelerator, numpy and python."""
+    seed_cpu(seed)
+    kind = _accelerator()
+    if kind is not None:
+        torch.get_device_module(kind).manual_seed_all(seed)
+
+
 def mix(*parts: int | str) -> int:
     """A 63-bit seed that depends on every part, equal on every machine and python version."""
     return xxhash.xxh3_64_intdigest(repr(parts).encode()) >> 1

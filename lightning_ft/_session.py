@@ -20,7 +20,8 @@ import lightning.pytorch as pl
 
 from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
 from lightning_ft._dist import Ranks
-from lightning_ft._failure import GIVE_UP_AFTER
+from lightning_ft._elastic import DataRank
+from lightning_ft._failure import GIVE_UP_AFTER, agreed_failure
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
@@ -28,10 +29,12 @@ from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
+from lightning_ft._save_options import SaveOptions
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
+from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
-from lightning_ft.plugin import FaultTolerantCheckpointIO, SaveOptions
+from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
 from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, time_due
@@ -111,15 +114,18 @@ class Session:
         self._stopping = False
         self._epoch_begun = False
         self._committed: deque[events.Committed] = deque()
-        root_seed = ranks.all_gather(_rng.draw_seed())[0]  # one order for all ranks, whatever they were seeded with
-        self._loaders = TrackedLoaders(trainer, root_seed, ranks.rank, settings.seed_workers)
+        # One order for all ranks, whatever they were seeded with.
+        root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
+        self._data_rank = DataRank.among(places, ranks.rank)
+        self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._saves)
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
             events.observe(self._on_event), _callbacks.see_queued_files(trainer, self._wait_for),
         ]  # fmt: skip
         if plugin is not None:
-            plugin.fit_begins(require_weights_only=settings.strict)
+            sharded = saves_sharded(trainer.strategy)
+            plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
             self._undo.append(before_steps(plugin.before_optimizer_step))
 
     def _saves(self) -> tuple[int, int]:
@@ -148,6 +154,7 @@ class Session:
     def _give_up(self) -> None:
         if self._plugin is not None:
             self._plugin.reports_failures = True
+            self._plugin.close_sharding()
         for undo in reversed(self._undo):
             undo()
         self._undo = []
@@ -160,7 +167,9 @@ class Session:
 
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
-        self._restore = Restore(self._trainer, checkpoint, path, self._ranks, self._loaders, self._settings.strict)
+        self._restore = Restore(
+            self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
+        )
         self.run_id = self._new_run_id
         saved = checkpoint.get(KEY)
         if saved is None:
@@ -256,7 +265,7 @@ class Session:
 
     def batch_starts(self) -> None:
         """This rank's vote for the coming step boundary is cast."""
-        plugin = self._plugin if self._ranks.is_zero else None
+        plugin = self._plugin
         stop = bool(self._settings.guards) and self._poll_guards()
         since = time.monotonic() - self._saved_at
         if self._vote.cast_open:
@@ -271,7 +280,7 @@ class Session:
         )
 
     def _must_repeat(self) -> bool:
-        """Ranks: zero knows, the others say no."""
+        """Ranks: those that take copies know, the others say no."""
         return self._plugin is not None and self._plugin.take_repeat()
 
     def _poll_guards(self) -> bool:
@@ -294,7 +303,7 @@ class Session:
         """
         self._settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
-        last = self._settings.save_on_train_end or self._ranks.decide(self._must_repeat)
+        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._must_repeat()))
         if last and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
             self._settle("training ends without it")
@@ -309,14 +318,14 @@ class Session:
         if plugin is None:
             return
         plugin.drain()
-        while self._ranks.decide(lambda: plugin.failed):
+        while any(self._ranks.all_gather(plugin.failed)):
             self._report_failure(after)
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
         reason, boundary = self._saving or ("user", "none")
         saved = build_state(
-            self._trainer, self._tree, self._ranks, self._loaders,
+            self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
             boundary=boundary, stopping=self._stopping, seed=self._seed,
         )  # fmt: skip
         fit_loop = checkpoint["loops"]["fit_loop"]
@@ -402,15 +411,16 @@ class Session:
             self._saved_at = time.monotonic()
 
     def _late(self) -> Late | None:
-        # Rank 0 takes the copy. The others, and a plugin that copies at once, need not look through the parameters.
-        if self._plugin is None or not self._ranks.is_zero or not self._plugin.overlaps:
+        # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
+        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
+        if self._plugin is None or not copies or not self._plugin.overlaps:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)
 
     def _report_failure(self, after: str) -> None:
-        """Rank 0's failed save is known on all ranks: raised, or logged and lived with."""
+        """The failed save of a rank is known on all ranks: raised, or logged and lived with."""
         assert self._plugin is not None
-        failure = self._ranks.decide(self._plugin.take_failure)
+        failure = agreed_failure(self._ranks, self._plugin)
         if failure is None:
             return
         if failure.newest_save:

@@ -26,6 +26,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -74,6 +75,7 @@ class Staged:
         skeleton: The rest of it.
         addresses: Of the storage of each of its tensors.
         late: Whether some of its tensors are copied after `Stager.stage` has returned.
+        guards: See `Stager.stage`.
         began: When it was asked for, in seconds of the monotonic clock.
     """
 
@@ -84,6 +86,7 @@ class Staged:
         skeleton: Skeleton,
         addresses: list[int],
         late: Late | None,
+        guards: Mapping[int, Tensor],
         began: float,
     ) -> None:
         self.odd = skeleton.odd
@@ -101,6 +104,7 @@ class Staged:
         self._tensors = skeleton.tensors
         self._storages: dict[int, UntypedStorage] = {}  # with `state.data = ...` training may give them up
         self._addresses = addresses
+        self._guards = guards
         self._steps = late.optimizer_steps if late is not None else 0
         self._checkpoint: dict[str, Any] = {}
         self._watched: list[int] = []
@@ -227,7 +231,7 @@ class Staged:
         held = range(len(plan.places)) if everything else [*watched, *(i for on in now.device.values() for i in on)]
         self._storages = {index: self._source(index).untyped_storage() for index in held}
         self._watched = watched
-        self._versions = [self._source(index)._version for index in watched]
+        self._versions = [self._guard(index)._version for index in watched]
         if everything or (check and watched):
             checked = held if everything else watched
             self._digests = [(index, digest(storage_bytes(self._storages[index]))) for index in checked]
@@ -249,7 +253,7 @@ class Staged:
 
     def _let_go(self) -> None:
         """Nothing of the training's memory will be looked at any more."""
-        self._tensors, self._storages = [], {}
+        self._tensors, self._storages, self._guards = [], {}, {}
 
     def _copy_at_once(self, work: Work) -> None:
         queue = self._pieces(work)
@@ -308,6 +312,10 @@ class Staged:
     def _source(self, index: int) -> Tensor:
         return self._tensors[self._plan.layout.extents[index].tensor]
 
+    def _guard(self, index: int) -> Tensor:
+        source = self._source(index)
+        return self._guards.get(id(source), source)
+
     # -- judging it, holding the lock ----------------------------------------------------------------------------
 
     def _settle(self) -> None:
@@ -320,7 +328,7 @@ class Staged:
 
     def _judge(self) -> None:
         for index, version in zip(self._watched, self._versions, strict=True):
-            if self._source(index)._version != version:
+            if self._guard(index)._version != version:
                 self._reject(f"{self._name(index)} was changed")
                 return
 
@@ -360,7 +368,9 @@ class Stager:
         self.lanes = Lanes()
         self.plans = Plans()
 
-    def stage(self, checkpoint: dict[str, Any], late: Late | None = None) -> Staged:
+    def stage(
+        self, checkpoint: dict[str, Any], late: Late | None = None, guards: Mapping[int, Tensor] | None = None
+    ) -> Staged:
         """A snapshot of `checkpoint`: what training does from now on does not show in it, if `finish` comes in time.
 
         Tensors are copied to host memory; those that share a storage share one in the copy. Everything else is
@@ -371,6 +381,8 @@ class Stager:
         Args:
             checkpoint: What Lightning made for a save.
             late: What may be copied after this has returned, until `finish`; None: nothing.
+            guards: By the id of a tensor of `checkpoint`: the one whose version counter tells that it was changed, if
+                that is not its own.
 
         Raises:
             Exception: What an object raises that cannot be copied; no memory is held for the snapshot then.
@@ -379,7 +391,7 @@ class Stager:
         self.finish()
         late = late if self.overlaps else None
         plan, skeleton, addresses = self.plans.prepare(checkpoint)
-        staged = Staged(self, plan, skeleton, addresses, late, began)
+        staged = Staged(self, plan, skeleton, addresses, late, guards or {}, began)
         try:
             staged._take(skeleton, late, check=not self._checked)
             if plan.alike is not None:  # else they would never be asked for

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from lightning_ft import events
-from lightning_ft._engine import SaveTask, Writer
+from lightning_ft._engine import Writer
 from lightning_ft._names import split
 from lightning_ft._read_back import ReadBackDepth
+from lightning_ft._save_task import SaveTask
 from lightning_ft._save_times import SaveTimes
 from lightning_ft._serialise import Reductions
 from lightning_ft.errors import CorruptCheckpointError
@@ -53,6 +54,46 @@ class UploadTask(SaveTask):
 
     source: str = ""
 
+    def _write(self, storage: Storage, times: SaveTimes) -> Manifest:
+        times.write_begins()
+        events.emit(events.UploadStarted(self.path, self.manifest.step, self.source))
+        manifest, _ = storage.read_manifest(self.source)
+        if manifest is None or manifest.generation != self.manifest.generation:
+            raise CorruptCheckpointError(self.source, "is not the checkpoint that was to be uploaded")
+
+        if manifest.files:
+            return self._write_directory(storage, manifest)
+
+        def confirmed(size_bytes: int, digest: str) -> Manifest:
+            if digest != manifest.digest:
+                raise CorruptCheckpointError(self.source, "data is damaged: its digest does not match the manifest")
+            return manifest
+
+        with (
+            storage.open_read(self.source) as file,
+            storage.open_attempt(self.path, expected_bytes=manifest.size_bytes) as attempt,
+        ):
+            _copy(file, attempt, manifest.size_bytes, self.source)
+            return attempt.commit(confirmed)
+
+    def _write_directory(self, storage: Storage, manifest: Manifest) -> Manifest:
+        attempt = storage.open_directory(self.path, manifest.generation[:16], leads=True)
+        try:
+            for name, record in manifest.files.items():
+                with (
+                    storage.open_file(self.source, name) as file,
+                    attempt.open_file(name, record.size_bytes) as copy,
+                ):
+                    while piece := file.read(PIECE_BYTES):
+                        copy.write(piece)
+                    if copy.finish() != record:
+                        raise CorruptCheckpointError(
+                            self.source, f"{name} is damaged: its digest does not match the manifest"
+                        )
+            return attempt.commit(manifest)
+        finally:
+            attempt.abort()
+
 
 class Uploads(Writer):
     """Copies checkpoints in the background, in order: one at a time, and at most one waits."""
@@ -88,26 +129,6 @@ class Uploads(Writer):
 
     def _what_failed(self, path: str, step: int) -> str:
         return f"checkpoint {split(path)[1]} (step {step}) was not uploaded to {split(path)[0]}"
-
-    def _write(self, task: SaveTask, times: SaveTimes) -> Manifest:
-        assert isinstance(task, UploadTask)
-        times.write_begins()
-        events.emit(events.UploadStarted(task.path, task.manifest.step, task.source))
-        manifest, _ = self._storage.read_manifest(task.source)
-        if manifest is None or manifest.generation != task.manifest.generation:
-            raise CorruptCheckpointError(task.source, "is not the checkpoint that was to be uploaded")
-
-        def confirmed(size_bytes: int, digest: str) -> Manifest:
-            if digest != manifest.digest:
-                raise CorruptCheckpointError(task.source, "data is damaged: its digest does not match the manifest")
-            return manifest
-
-        with (
-            self._storage.open_read(task.source) as file,
-            self._storage.open_attempt(task.path, expected_bytes=manifest.size_bytes) as attempt,
-        ):
-            _copy(file, attempt, manifest.size_bytes, task.source)
-            return attempt.commit(confirmed)
 
 
 def _copy(file: BinaryIO, attempt: Attempt, size_bytes: int, source: str) -> None:

@@ -12,7 +12,6 @@ from weakref import proxy
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,6 +20,7 @@ from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._session import Session, Settings
 from lightning_ft._two_tiers import LocalTier, require_different
+from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
@@ -143,12 +143,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
-        own_way = type(trainer.strategy).save_checkpoint is not Strategy.save_checkpoint
-        if own_way and not getattr(trainer.strategy, "saves_through_plugin", False):
+        if not saves_through_plugin(trainer.strategy):
             raise ConfigurationError(
                 f"strategy {type(trainer.strategy).__name__} writes checkpoints past the checkpoint plugin, so they "
-                "would be neither atomic nor verified; use lightning_ft.FSDPStrategy, "
-                "lightning_ft.ModelParallelStrategy, a single-device or a DDP strategy"
+                "would be neither atomic nor verified; use a single-device or DDP strategy, or FSDPStrategy or "
+                "ModelParallelStrategy of lightning_ft"
             )
         finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
         if any(c._early_exit for c in finders):
@@ -161,6 +160,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.dirpath = self._directory(trainer)
         if self.settings.local is not None:
             require_different(self.settings.local.dirpath, self.dirpath)
+            if saves_sharded(trainer.strategy):
+                raise ConfigurationError(
+                    f"local_dirpath={self.settings.local.dirpath!r}: {type(trainer.strategy).__name__} writes sharded "
+                    "checkpoints, of which a local disk would have the parts of some ranks only; save full ones"
+                )
             if plugin is None:
                 raise ConfigurationError(
                     f"local_dirpath={self.settings.local.dirpath!r}: only FaultTolerantCheckpointIO copies checkpoints "

@@ -10,14 +10,10 @@ another process there. What makes that exact, whatever the number of workers and
 3. Every batch of indices carries a seed, which the dataset applies where the batch is made: in the worker, or in the
    main process. Random augmentation then depends neither on the worker count nor on prefetching.
 
-Kinds of loaders, by what is known about them:
+That is for loaders of kind ``indexed``; for the others see `_kinds`.
 
-``indexed``   a `DataLoader` over a map-style dataset: 1-3 above.
-``stateful``  anything with ``state_dict``/``load_state_dict`` (torchdata, litdata, the user's own): its own state.
-``dataset``   a `DataLoader` without workers over an iterable dataset that has ``state_dict``/``load_state_dict``.
-``replay``    any other iterable, and a `DataLoader` class with an `__iter__` of its own: fetched again from the start
-              of the pass and thrown away up to the position, said loudly, and checked: the last batch thrown away must
-              equal, by digest, the last one trained.
+On another number of ranks, an ``indexed`` loader goes on within an epoch: what is left of the order is dealt out anew
+(`_elastic`, `_deal`). The others, whose positions are those of one rank, are refused there.
 """
 
 from __future__ import annotations
@@ -30,10 +26,12 @@ from types import GeneratorType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_ft import _rng
+from lightning_ft import _deal, _elastic, _rng
 from lightning_ft._digest import digest
+from lightning_ft._elastic import Change, DataRank
+from lightning_ft._kinds import is_stateful, kind_of, kind_of_dataset, leaves_by_itself, length_of
 from lightning_ft._order import IndexSource, RepeatedOrder, SamplerState, SeededDataset
 from lightning_ft.errors import RestoreError
 
@@ -48,10 +46,11 @@ class Tracker:
     Args:
         index: Place of the loader among the loaders of the run.
         root_seed: Seed of the run on this rank.
-        rank: This rank; ranks augment differently even where they draw the same order.
+        rank: This rank, of those with data of their own; they augment differently even where they draw the same order.
         seed_batches: Whether batches carry seeds (``FaultTolerantCheckpoint(seed_workers=...)``).
         number_pass: Numbers the passes by something else than how many there were (a validation by when it runs).
         stage: What the loader is for, for messages.
+        ranks: How many have data of their own.
     """
 
     def __init__(
@@ -62,11 +61,13 @@ class Tracker:
         seed_batches: bool,
         number_pass: Callable[[], int] | None = None,
         stage: str = "train",
+        ranks: int = 1,
     ) -> None:
         self._index = index
         self._name = f"{stage} dataloader {index}"
         self._root_seed = root_seed
         self._rank = rank
+        self._data_rank = DataRank(rank, max(ranks, rank + 1))
         self._seed_batches = seed_batches
         self._number_pass = number_pass
         self._resume: dict[str, Any] | None = None
@@ -81,6 +82,7 @@ class Tracker:
         self._digest: str | None = None
         self._samplers: SamplerState | None = None
         self._order_state: dict[str, Any] = {}
+        self._deal: dict[str, Any] | None = None
         self._fetching: _rng.Stream | None = None
         self._dataset: SeededDataset | None = None
 
@@ -104,8 +106,8 @@ class Tracker:
             facts["batch size"] = loader.batch_size
             facts["drop_last"] = loader.drop_last
             facts["sampler"] = type(loader.sampler).__name__
-            facts["dataset length"] = _length(loader.dataset)
-        facts["batches"] = _length(loader)
+            facts["dataset length"] = length_of(loader.dataset)
+        facts["batches"] = length_of(loader)
         return facts
 
     # -- position ------------------------------------------------------------------------------------------------
@@ -132,6 +134,8 @@ class Tracker:
         if self._samplers is not None:
             # A pass is drawn again from where its samplers stood when it began; the next pass from where they are.
             state["samplers"] = self._samplers.capture() if state["epoch_over"] else self._order_state
+        if self._deal is not None and not state["epoch_over"]:
+            state["deal"] = self._deal
         if not self.passes:
             return state  # a loader that was never begun is the one the script makes, and to ask some begins them
         if self.kind in ("stateful", "dataset"):
@@ -140,11 +144,16 @@ class Tracker:
             state["fetching"] = self._fetching.state  # else each batch, or the replay from the start, seeds it anew
         return state
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any], change: Change | None = None) -> None:
         """The next pass opened continues at `state` (of `position`); nothing is fetched before that.
+
+        Args:
+            state: Where to continue.
+            change: The number of ranks is not the one that `state` was taken on.
 
         Raises:
             RestoreError: `state` was taken from another kind of loader, or one with other samplers.
+            TopologyError: It means nothing on this number of ranks.
         """
         if state["kind"] != self.kind:
             raise RestoreError(
@@ -152,11 +161,31 @@ class Tracker:
                 f"this run has a {self.kind!r} one ({type(self._loader).__name__}). Use the loader of the run that "
                 "saved it, or start at an epoch's end with strict=False."
             )
+        if change is not None:
+            state = _deal.dealt_anew(
+                state, self._loader, self._data_rank, change, self._name, self.describe(), anew=self._begins_anew()
+            )
         self._resume = state
         self._root_seed = state["root_seed"]
         if self._samplers is not None:
             # Not when the pass is opened: by then Lightning has told the samplers which epoch it is.
-            self._samplers.restore(state["samplers"])
+            self._samplers.restore(state["samplers"], common=change is not None)
+            if change is not None:
+                state["samplers"] = self._samplers.capture()  # of the samplers that a restart of this run will have
+
+    @property
+    def has_cycled(self) -> bool:
+        """Whether the pass to be continued is not the first one of its epoch."""
+        return bool((self._resume or {}).get("cycles", 0) > 0)
+
+    def batches_left(self) -> tuple[int, int] | None:
+        """How many batches a whole pass has, and how many the one to be continued has left; None if not dealt anew."""
+        deal = (self._resume or {}).get("deal", {})
+        if not deal.get("dealt_anew"):
+            return None
+        drop_last = bool(self._loader.drop_last)
+        left = len(_deal.Rest(self._loader, deal, self._data_rank))
+        return len(self._loader), _elastic.batches(left, deal["batch_size"], drop_last)
 
     def begin_epoch(self) -> None:
         """Passes are counted anew: a loader that is cycled within an epoch is told from one that is in its first."""
@@ -176,7 +205,7 @@ class Tracker:
         if state is not None:
             self.passes = state["passes"]
             self._load(state)
-            if "state" in state and state["begun"] and not _leaves_by_itself(state["state"]):
+            if "state" in state and state["begun"] and not leaves_by_itself(state["state"]):
                 samplers = self._samplers.capture() if self._samplers is not None else None
                 self._leave_pass(create, state)
                 if self._samplers is not None and samplers is not None and self._repeated_sampler() is not None:
@@ -188,6 +217,8 @@ class Tracker:
         self._digest = None
         if self._samplers is not None:
             self._order_state = self._samplers.capture()
+        if self.kind == "indexed":
+            self._deal = _deal.describe(self._loader, self._seed("order"), self._data_rank)
         return self._create(create, None)
 
     def _open_at(self, state: dict[str, Any], create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -196,6 +227,7 @@ class Tracker:
         self.delivered = state["delivered"]
         self.exhausted = state["exhausted"]
         self._digest = state["digest"]
+        self._deal = state.get("deal")
         if self._samplers is not None:
             self._samplers.restore(state["samplers"])
             self._order_state = state["samplers"]
@@ -213,7 +245,7 @@ class Tracker:
         # The state was taken at the last batch of an epoch, and says so; what the run did next was to ask for another
         # iterator. Doing the same leaves the old pass behind: taking the first iterator for the new epoch would give
         # an epoch without batches. A generator reads its position when it first runs, and so does a dataset.
-        ended = state["exhausted"] or state["delivered"] == _length(self._loader)
+        ended = state["exhausted"] or state["delivered"] == length_of(self._loader)
         if ended and self.kind == "dataset":
             return  # its first iterator will have no items: see `reopen`
         with _rng.Stream(self._seed("leave", self._rank)).active():
@@ -331,7 +363,10 @@ class Tracker:
         if self.kind == "indexed":
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             seed_of = self._batch_seed if self._seed_batches else None
-            replaced[name] = IndexSource(getattr(loader, name), self._order_stream, seed_of, lambda: self.delivered)
+            base = getattr(loader, name)
+            replaced[name] = IndexSource(
+                base, self._order_stream, seed_of, lambda: self.delivered, lambda: self._rest(base)
+            )
         if self._seed_batches and kind_of_dataset(loader) == "map":
             self._dataset = SeededDataset(loader.dataset, self._seed("batch", self._rank))
             replaced["dataset"] = self._dataset
@@ -358,46 +393,22 @@ class Tracker:
         # Batch samplers of users may do anything with their samplers.
         known = type(batches).__name__ == "BatchSampler" and type(batches).__module__.startswith("torch")
         sampler = getattr(batches, "sampler", None)
-        return sampler if known and not _is_stateful(sampler) else None
+        return sampler if known and not is_stateful(sampler) else None
 
     def _order_stream(self) -> _rng.Stream:
         return _rng.Stream(self._seed("order"))
 
+    def _rest(self, base: Any) -> Any:
+        dealt_anew = self._deal is not None and self._deal.get("dealt_anew")
+        return _deal.rest(self._loader, self._deal or {}, self._data_rank) if dealt_anew else base
+
     def _batch_seed(self, ordinal: int) -> int:
+        if self._deal is not None and self._deal.get("dealt_anew"):
+            # Batches are counted anew then, and must not draw what the first ones of the pass drew.
+            return _rng.mix(self._seed("batch", self._rank, "from", self._deal["offset"]), ordinal)
         return _rng.mix(self._seed("batch", self._rank), ordinal)
 
-
-def kind_of(loader: Any) -> str:
-    """``stateful``, ``indexed``, ``dataset`` or ``replay``: see the module's first lines."""
-    if _is_stateful(loader):
-        return "stateful"
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return "replay"  # a class that iterates in its own way may yield other batches than its sampler has
-    if kind_of_dataset(loader) != "iterable":
-        return "indexed"
-    return "dataset" if loader.num_workers == 0 and _is_stateful(loader.dataset) else "replay"
-
-
-def kind_of_dataset(loader: DataLoader[Any]) -> str:
-    """``iterable``, ``map``, or ``pipe`` for the deprecated datapipes, whose graphs must not be wrapped."""
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        return "iterable"
-    pipes = (getattr(torch.utils.data, "MapDataPipe", ()), getattr(torch.utils.data, "IterDataPipe", ()))
-    return "pipe" if isinstance(dataset, pipes) else "map"
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _leaves_by_itself(state: Any) -> bool:
-    """Whether a loader with this state begins a new pass at once: torchdata's knows that its pass is finished."""
-    return isinstance(state, dict) and bool(state.get("_iterator_finished"))
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    def _begins_anew(self) -> bool:
+        """Whether a loader with a state of its own keeps nothing but its place in a pass: at the end it needs none."""
+        torchdata = type(self._loader).__module__.startswith("torchdata.")
+        return torchdata and self._repeated_sampler() is not None and not is_stateful(self._loader.dataset)

@@ -13,7 +13,7 @@
         │   └── ManifestError              a manifest cannot be read or written
         │       └── UnsupportedFormatError     written by a version this one cannot read
         ├── RestoreError               a good checkpoint does not fit the present run
-        │   └── TopologyError              ... because the number of processes or their layout differs
+        │   └── TopologyError              ... because the number of ranks differs
         ├── DirectoryInUseError        another live process writes into the directory
         └── RankFailure                another rank failed and said so
 
@@ -126,11 +126,11 @@ class RestoreError(FaultToleranceError):
 
 
 class TopologyError(RestoreError):
-    """A checkpoint of one number of processes cannot be continued exactly on another.
+    """A checkpoint of one number of ranks cannot be continued on another; no step was trained.
 
     Attributes:
-        saved: Number of processes that wrote it.
-        present: Number of processes now.
+        saved: Number of (data-parallel) ranks that wrote it.
+        present: Number of them now.
     """
 
     def __init__(self, message: str, saved: int = 0, present: int = 0) -> None:

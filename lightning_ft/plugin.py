@@ -7,10 +7,7 @@ import logging
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,36 +15,24 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
 from lightning_ft import _names, events
-from lightning_ft.__about__ import __version__
-from lightning_ft._engine import SaveTask, Writer
-from lightning_ft._failure import Failure, take_failure
+from lightning_ft._dist import Ranks
+from lightning_ft._engine import Writer
+from lightning_ft._failure import Failure, agreed_failure, take_failure
 from lightning_ft._loading import Loading
-from lightning_ft._names import KEY
 from lightning_ft._plan import Late
+from lightning_ft._save_options import SaveOptions, manifest_of, options_of
+from lightning_ft._save_task import SaveTask
+from lightning_ft._sharded_writer import sharded_save
+from lightning_ft._sharding import Agreed, Sharding, Unstaged, stage
 from lightning_ft._staging import Staged, Stager
 from lightning_ft._uploads import Uploads
 from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError, SaveError
-from lightning_ft.manifest import Manifest
-from lightning_ft.state import versions
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
 _FIT_TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).parameters  # since Lightning 2.6
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """What our callback tells the plugin about a save, through `Trainer.save_checkpoint(storage_options=...)`."""
-
-    on_commit: Callable[[Manifest], None] | None = None
-    late: Late | None = None
-    """What may be copied while training goes on; None: nothing, the next thing to happen may be anything."""
-    replaceable: bool = False
-    """Whether a newer save may take the place of this one while it waits."""
-    asked_at: float = field(default_factory=time.monotonic)
-    """When training stopped for it, by `time.monotonic`."""
 
 
 class FaultTolerantCheckpointIO(CheckpointIO):
@@ -127,6 +112,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self._writer: Writer | None = None
         self._uploads: Uploads | None = None
         self._stager: Stager | None = None
+        self._sharding: Sharding | None = None
         self._own_directories: set[str] = set()
         self._loading = Loading(self._storage, verify, storage_options)
         self._warned_unsafe = False
@@ -155,7 +141,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             yield self.writer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_writer": None, "_uploads": None, "_stager": None}
+        return {**vars(self), "_writer": None, "_uploads": None, "_stager": None, "_sharding": None}
 
     @property
     def stager(self) -> Stager:
@@ -183,41 +169,111 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             ConfigurationError: `storage_options` is given by anybody but our callback; they belong to the plugin.
             SaveError: An earlier save failed and no `FaultTolerantCheckpoint` is there to report it.
         """
-        if storage_options is not None and not isinstance(storage_options, SaveOptions):
-            raise ConfigurationError(
-                f"storage_options={storage_options!r}: give them to FaultTolerantCheckpointIO(storage_options=...), "
-                "so that loading and removing use them too"
-            )
-        options = storage_options or SaveOptions()
+        options = options_of(storage_options)
         self._report()
         path = _names.normalise(path)
-        manifest = _manifest(checkpoint)
+        manifest = manifest_of(checkpoint)
+
+        def take(late: Late | None) -> SaveTask:
+            staged = self._checked(self.stager.stage(checkpoint, late), checkpoint, path)
+            staged.blocked_secs = time.monotonic() - options.asked_at
+            return SaveTask(path, staged, manifest, options.on_commit, options.replaceable, options.asked_at)
+
+        self._submit(path, manifest.step, take, options)
+        self._report()
+
+    def save_sharded(
+        self,
+        state: dict[str, Any],
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """`state`, of which each rank has a part, and `checkpoint` are copied and will be written to one directory.
+
+        As `save_checkpoint`, but: each rank copies and writes its own part; `path`, `checkpoint` and the identity in it
+        are those of rank 0; and a save that fails on one rank fails on all of them, with nothing to be seen of it.
+
+        Ranks: all, in the same order. Thread: main. Blocks on: all ranks to come here, besides.
+
+        Args:
+            state: In Lightning's layout: the model under one key, each optimizer under ``"optimizer_0"`` and so on.
+            checkpoint: All the rest.
+            path: Of the directory.
+            storage_options: Of our callback only.
+
+        Raises:
+            ConfigurationError: As `save_checkpoint`.
+            SaveError: As `save_checkpoint`; the same on all ranks.
+        """
+        options = options_of(storage_options)
+        if self._sharding is None:
+            self._sharding = Sharding()
+        if self.reports_failures:
+            self._raise_or_warn(agreed_failure(self._sharding.ranks, self))
+        path, manifest = _names.normalise(path), manifest_of(checkpoint)
+        try:
+            agreed = self._sharding.agree(state, path, manifest)
+        except SaveError as error:
+            self.writer.record_failure(path, manifest.step, error)
+        else:
+            self._submit_part(agreed, checkpoint, options)
+        if self._between_fits:
+            self.close_sharding()
+        self._report()
+
+    def _submit_part(self, agreed: Agreed, checkpoint: dict[str, Any], options: SaveOptions) -> None:
+        def take(late: Late | None) -> SaveTask:
+            copy: Staged | Unstaged
+            try:
+                copy = stage(self.stager, agreed, checkpoint, late)
+                self._checked(copy, checkpoint if agreed.rank == 0 else {}, agreed.path)
+            except Exception as error:
+                copy = Unstaged(error)
+            copy.blocked_secs = time.monotonic() - options.asked_at
+            return sharded_save(agreed, copy, options.on_commit, options.asked_at)
+
+        submitted, _ = self.writer.saves
+        try:
+            self._submit(agreed.path, agreed.manifest.step, take, options)
+        except BaseException as error:
+            if self.writer.saves[0] == submitted:  # the other ranks' writers are going to wait for this one's
+                self.writer.save(sharded_save(agreed, Unstaged(error), None, options.asked_at))
+            raise
+
+    def _submit(self, path: str, step: int, take: Callable[[Late | None], SaveTask], options: SaveOptions) -> None:
         self._own_directories.add(_names.split(path)[0])
         in_background = self.async_save and not self._between_fits
         if in_background:
             self.stager.finish()  # the writer may wait for it, and we are about to wait for the writer
             self.writer.make_room(replace=options.replaceable and self.when_busy == "newest")
         try:
-            staged = self._staged(checkpoint, path, options.late if in_background else None)
+            task = take(options.late if in_background else None)
         except Exception as error:
-            self.writer.record_failure(path, manifest.step, error)
+            self.writer.record_failure(path, step, error)
         else:
-            task = SaveTask(path, staged, manifest, options.on_commit, options.replaceable, options.asked_at)
-            staged.blocked_secs = time.monotonic() - options.asked_at
             (self.writer.save if in_background else self.writer.save_now)(task)
             if not in_background:
                 self._drain_writers()
         if self._between_fits:
             self._close_stager()  # nobody knows of a next save for which the memory would be kept
-        self._report()
+
+    def close_sharding(self) -> None:
+        """What the ranks of a fit have for sharded saves is given up; the next one makes its own.
+
+        Local: asks nothing of other ranks. Thread: main. Blocks on: the writer, if there was a sharded save.
+        """
+        sharding, self._sharding = self._sharding, None
+        if sharding is not None:
+            self._drain_writers()  # of a rank that is dead they hear; and this one's end is heard of when it is closed
+            sharding.close()
 
     def _close_stager(self) -> None:
         stager, self._stager = self._stager, None
         if stager is not None:
             stager.close()
 
-    def _staged(self, checkpoint: dict[str, Any], path: str, late: Late | None) -> Staged:
-        staged = self.stager.stage(checkpoint, late)
+    def _checked(self, staged: Staged, checkpoint: dict[str, Any], path: str) -> Staged:
         try:
             if staged.odd:
                 self._check_weights_only(checkpoint, path)
@@ -239,7 +295,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     def take_repeat(self) -> bool:
         """Whether a save has to be made again, since parameters were changed while they were copied; asked once.
 
-        Ranks: zero, which takes the copies.
+        Ranks: those that take copies.
         """
         if self._stager is None or not self._stager.to_be_repeated:
             return False
@@ -308,6 +364,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """The oldest failure that was not yet reported, of saves before uploads; each is reported once."""
         return take_failure(self._writer, self._uploads, self.on_error)
 
+    def settle_failure(self) -> None:
+        """A failed save of all ranks, of which another rank has heard, waits to be reported here, too."""
+        if self._writer is not None:
+            self._writer.settle_failure()
+
     @override
     def teardown(self) -> None:
         """Everything submitted is durable or failed and no thread is left; the plugin can be used again.
@@ -322,6 +383,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             for writer in self._in_turn():
                 writer.close()
         self._close_stager()
+        self.close_sharding()
         try:
             if sys.exc_info()[1] is None:
                 self._report()
@@ -330,15 +392,25 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         finally:
             self._writer = self._uploads = None
 
-    def fit_begins(self, *, require_weights_only: bool) -> None:
-        """A callback reports failures from here on, on all ranks, and saves are made in the background again."""
+    def fit_begins(self, *, require_weights_only: bool, sharded_over: Ranks | None = None) -> None:
+        """A callback reports failures from here on, on all ranks, and saves are made in the background again.
+
+        Args:
+            require_weights_only: See the attribute.
+            sharded_over: The ranks of the fit, if its saves are sharded; until `close_sharding`.
+        """
         self.reports_failures = False
         self.require_weights_only = require_weights_only
         self._between_fits = False
         self._close_stager()  # another model, perhaps, of which it is to be seen anew whether its copies may be late
+        self.close_sharding()
+        self._sharding = None if sharded_over is None else Sharding(sharded_over)
 
     def _report(self) -> None:
-        failure = self.take_failure() if self.reports_failures else None
+        self._raise_or_warn(self.take_failure() if self.reports_failures else None)
+
+    @staticmethod
+    def _raise_or_warn(failure: Failure | None) -> None:
         if failure is None:
             return
         if failure.ends_the_run:
@@ -363,33 +435,6 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if not self._warned_unsafe:
             _log.warning("%s: %s", path, message)
             self._warned_unsafe = True
-
-
-def _manifest(checkpoint: dict[str, Any]) -> Manifest:
-    """The manifest of a save, complete but for size and digest."""
-    ours = checkpoint.get(KEY, {})
-    step = int(checkpoint.get("global_step", 0))
-    return Manifest(
-        generation=ours.get("generation", uuid.uuid4().hex),
-        run_id=ours.get("run_id", ""),
-        start=ours.get("start", 0),
-        step=ours.get("step", step),
-        batch=ours.get("batch", step),
-        epoch=int(checkpoint.get("epoch", 0)),
-        reason=ours.get("reason", "user"),
-        boundary=ours.get("boundary", "none"),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        parent=ours.get("parent"),
-        versions={
-            **versions(),
-            "lightning": str(checkpoint.get("pytorch-lightning_version", "")),
-            "lightning_ft": __version__,
-        },
-        topology={"world_size": ours.get("world_size", 1)},
-        metrics={},
-        size_bytes=0,
-        digest="",
-    )
 
 
 def _require(name: str, value: object, allowed: tuple[object, ...]) -> None:

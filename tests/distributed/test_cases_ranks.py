@@ -1,4 +1,4 @@
-"""Two ranks: each goes on with its own data, random state and metrics; another number of ranks is refused."""
+"""Two ranks: each goes on with its own data, random state and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-import lightning_ft as ft
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import cases as c
 from tests.trainer import scenarios as s
@@ -99,26 +98,6 @@ def test_a4_torchdata(workers: int, tmp_path: Path) -> None:
 def test_a4_plain_lightning_loads_the_state_of_rank_0(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"step 4: (weights|output|batch) differs"):
         assert_resume_exact(plain_ddp, c.Small, Places, kill_at=5, root=tmp_path, world_size=2)
-
-
-# -- A18 ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a18_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    short = {"max_epochs": 1, "every": 2}
-    make_data = partial(c.plain_data, 40, shuffle=True)
-    compared = exact(partial(ddp, **short), c.Small, make_data, kill_at=3, root=tmp_path / "2", replayed=2 * 1)
-    alone = c.trainer(compared.dirpath)
-    with pytest.raises(ft.TopologyError, match=r"saved by 2 processes and this run has 1\b") as refused:
-        alone.fit(c.Small(), *c.plain_data(40, shuffle=True), ckpt_path="last")
-    assert (refused.value.saved, refused.value.present, alone.global_step) == (2, 1, 0)
-
-    saved_alone = tmp_path / "1" / "uninterrupted" / "checkpoints"
-    c.trainer(str(saved_alone), **short).fit(c.Small(), *make_data())
-    with pytest.raises(AssertionError, match=r"TopologyError.*saved by 1 processes and this run has 2\b"):
-        assert_resume_exact(ddp, c.Small, make_data, kill_at=3, root=tmp_path / "1", world_size=2)
-    assert not list((tmp_path / "1" / "uninterrupted").glob("*.jsonl"))  # not one batch was trained
 
 
 # -- A19 ---------------------------------------------------------------------------------------------------------

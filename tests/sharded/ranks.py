@@ -1,0 +1,123 @@
+"""A function on several ranks, each a fresh process, in one gloo group; and what became of each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ft import testing
+
+WITHIN_SECS = 90
+"""Far below the half hour after which a collective gives up: who waits for that long is hanging."""
+
+
+@dataclass
+class Rank:
+    """One of the processes, as its function sees it."""
+
+    number: int
+    world_size: int
+    root: Path
+    signals: dist.Store
+
+    def tell(self, what: str) -> None:
+        """Whoever waits for `what` goes on."""
+        self.signals.set(what, "1")
+
+    def wait_for(self, what: str) -> None:
+        """Another rank has told."""
+        self.signals.wait([what], timedelta(seconds=WITHIN_SECS))
+
+    def die(self) -> None:
+        """As if by the kernel."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Outcome:
+    """How a process ended."""
+
+    exit_code: int | None
+    """None: it had to be killed, since it did not end by itself."""
+    value: Any
+    error: str
+
+
+def run(function: Callable[..., Any], root: Path, *arguments: Any, world_size: int = 2) -> list[Outcome]:
+    """What `function(rank, *arguments)` returned on each rank, or how it ended; no process is left."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(testing.PRELOADED)
+    root.mkdir(parents=True, exist_ok=True)
+    port = testing._free_port()
+    ranks = [
+        context.Process(target=_main, args=(function, number, world_size, port, str(root), arguments, sys.path))
+        for number in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    waiting = {rank.sentinel for rank in ranks}
+    while waiting:
+        ready = connection.wait(list(waiting), WITHIN_SECS)
+        if not ready:
+            break
+        waiting -= set(ready)  # type: ignore[arg-type]
+    codes = []
+    for rank in ranks:
+        rank.join(0)
+        codes.append(rank.exitcode)
+        rank.kill()
+        rank.join()
+    return [_outcome(root, number, code) for number, code in enumerate(codes)]
+
+
+def values(function: Callable[..., Any], root: Path, *arguments: Any, world_size: int = 2) -> list[Any]:
+    """As `run`, of ranks that all end well."""
+    outcomes = run(function, root, *arguments, world_size=world_size)
+    assert [outcome.exit_code for outcome in outcomes] == [0] * world_size, "\n".join(o.error for o in outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def _outcome(root: Path, number: int, code: int | None) -> Outcome:
+    value, error = root / f"{number}.value", root / f"{number}.error"
+    return Outcome(
+        code,
+        pickle.loads(value.read_bytes()) if value.exists() else None,
+        error.read_text() if error.exists() else "",
+    )
+
+
+def _main(
+    function: Callable[..., Any],
+    number: int,
+    world_size: int,
+    port: int,
+    root: str,
+    arguments: tuple[Any, ...],
+    path: list[str],
+) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(number), WORLD_SIZE=str(world_size),
+        NODE_RANK="0", LOCAL_RANK=str(number),
+    )  # fmt: skip
+    signals = dist.FileStore(f"{root}/signals", -1)
+    try:
+        value = function(Rank(number, world_size, Path(root), signals), *arguments)
+        Path(f"{root}/{number}.value").write_bytes(pickle.dumps(value))
+    except BaseException:
+        Path(f"{root}/{number}.error").write_text(traceback.format_exc())
+        raise
