@@ -144,8 +144,21 @@ def load_shards(storage: Storage, source: str) -> dict[str, Any]:
         checkpoint["state_dict"] = checkpoint.pop("model")
     names = sorted((n for n in checkpoint if re.fullmatch("optimizer_[0-9]+", n)), key=lambda n: int(n[10:]))
     if names:
-        checkpoint["optimizer_states"] = [checkpoint.pop(name) for name in names]
+        checkpoint["optimizer_states"] = [_numbered(checkpoint.pop(name)) for name in names]
     return checkpoint
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as its own `load_state_dict` takes it: the parameters by position, and not by name."""
+    groups, of_parameters = state.get("param_groups", []), state.get("state", {})
+    positions = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
+    if not of_parameters.keys() <= positions.keys():
+        return state  # of no kind that is known here
+    return {
+        **state,
+        "state": {positions[name]: of_parameters[name] for name in sorted(of_parameters, key=positions.__getitem__)},
+        "param_groups": [{**group, "params": [positions[name] for name in group["params"]]} for group in groups],
+    }
 
 
 def _save_shards(storage: Storage, source: str, target: str) -> Manifest:
