@@ -306,20 +306,20 @@ class Filling:
         if name not in by_name or (place.span is not None and not place.pieces):
             return None  # FSDP keeps no optimizer state of what is on other ranks altogether
 
-        def value(tree: Any) -> Any:
+        def value(key: str | int, tree: Any) -> Any:
             if isinstance(tree, dict):
-                return {key: value(child) for key, child in tree.items()}
+                return {name: value(name, child) for name, child in tree.items()}
             if isinstance(tree, list):
-                return [value(child) for child in tree]
-            if not tree.is_tensor or tree.key in self._objects:
-                return _own(self._objects[tree.key])
-            if tree.shape == place.shape:
+                return [value(key, child) for child in tree]
+            if _is_cut(key, tree, place):
                 made, local = place.empty(tree.dtype)
                 self.wanted.append(Wanted(tree, place.pieces, lambda: local))
                 return made
+            if not tree.is_tensor or tree.key in self._objects:
+                return _own(self._objects[tree.key])
             return self._unlike(where, name, tree, parameter)
 
-        made: dict[str, Any] = value(by_name[name])
+        made: dict[str, Any] = {key: value(key, tree) for key, tree in by_name[name].items()}
         return made
 
     def _unlike(self, where: str, name: str, saved: Saved, parameter: Tensor) -> Tensor:
@@ -348,13 +348,18 @@ class Filling:
             place = self._places.by_name[name]
             assert place.span is not None
             for key, saved in values.items():
-                if isinstance(saved, Saved) and saved.is_tensor and saved.shape == place.shape and place.shape:
+                if isinstance(saved, Saved) and _is_cut(key, saved, place):
                     if key not in made:
                         made[key] = torch.zeros(parameter.numel(), dtype=saved.dtype, device=parameter.device)
                     self.wanted.append(Wanted(saved, place.pieces, _slice_of(made[key], *place.span)))
                 elif key not in made:
                     made[key] = _own(with_values(saved, self._objects))
         return made
+
+
+def _is_cut(key: str | int, saved: Saved, place: Place) -> bool:
+    """Whether this state of a parameter has one value for each of its elements, and is where they are."""
+    return saved.shape == place.shape and key != "step"  # which torch's optimizers keep whole, and plain
 
 
 def _slice_of(tensor: Tensor, start: int, length: int) -> Callable[[], Tensor]:
