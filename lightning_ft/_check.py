@@ -1,4 +1,4 @@
-"""One file, verified, and what is wrong with it to the very part: for the command line, and without torch."""
+"""One checkpoint, verified, and what is wrong with it to the very part: for the command line, and without torch."""
 
 from __future__ import annotations
 
@@ -79,9 +79,11 @@ def check(
         progress(size_bytes)
 
     try:
-        with storage.open_read(path) as file:
-            seen.append(read_tail(file, path))
-            return _judge(file, path, *seen[0], depth, counted)
+        if storage.is_file(path):
+            with storage.open_read(path) as file:
+                seen.append(read_tail(file, path))
+                return _judge(file, path, *seen[0], depth, counted)
+        return _judge_directory(storage, path, depth, counted)
     except Interrupted:
         raise
     except UnsupportedFormatError as error:
@@ -95,12 +97,30 @@ def check(
             return _finding(path, "unreadable", f"a link to {os.readlink(path)}, which is not there")
         return _finding(path, "missing", "no such file")
     except IsADirectoryError:
-        return _finding(path, "directory", "a directory, not a single-file checkpoint")
+        return _finding(path, "directory", "a directory without manifest.json or .metadata: no checkpoint")
     except Exception as error:
         # Clients of stores have errors of their own classes; others of Python's are mistakes in this program.
         if not isinstance(error, OSError) and type(error).__module__ == "builtins":
             raise
         return _finding(path, "unreadable", f"{type(error).__name__}: {error}")
+
+
+def _judge_directory(storage: Storage, path: str, depth: Depth, progress: Callable[[int], None]) -> Finding:
+    manifest, size_bytes = storage.read_manifest(path)
+    name = split(path)[1]
+    if manifest is None:
+        return Finding(path, name, "foreign", size_bytes, None, "a directory written without any checksum")
+    if depth == "size":
+        return Finding(path, name, "unverified", size_bytes, manifest, None)
+    damages = []
+    for file_name, record in manifest.files.items():
+        with storage.open_file(path, file_name) as file:
+            if _digest(file, record.size_bytes, progress) != record.digest:
+                damages.append(Damage(file_name, None, None, None, "its digest does not match the manifest"))
+    if damages:
+        problem = f"{damages[0].part} is damaged: its digest does not match the manifest"
+        return Finding(path, name, "broken", size_bytes, manifest, problem, tuple(damages))
+    return Finding(path, name, "good", size_bytes, manifest, None)
 
 
 def _finding(path: str, state: State, problem: str, damages: tuple[Damage, ...] = (), size_bytes: int = 0) -> Finding:

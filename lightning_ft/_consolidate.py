@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ft.__about__ import __version__
-from lightning_ft._attempt import CHUNK_BYTES, make_dirs, sync_dir
 from lightning_ft._check import check
 from lightning_ft._contents import Contents, opened, read_contents, read_tail
 from lightning_ft._descriptions import TensorDescription, dotted
+from lightning_ft._disk_file import make_dirs, sync_dir
 from lightning_ft._names import attempt_name, is_local, join, split
+from lightning_ft._sink import CHUNK_BYTES
 from lightning_ft.errors import CheckpointError, CorruptCheckpointError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +20,15 @@ from fsspec.spec import AbstractBufferedFile
 
 from lightning_ft._attempt import Attempt
 from lightning_ft._calls import Calls
-from lightning_ft._names import join
+from lightning_ft._directory import DirectoryAttempt
+from lightning_ft._names import deleted_name, join, split
 from lightning_ft._ranged_file import RangedFile
+from lightning_ft._sink import Sink
+from lightning_ft._store_directory import StoreDirectoryAttempt
 from lightning_ft.errors import SaveError
 from lightning_ft.events import DataSynced, DeleteHidden, emit
-from lightning_ft.manifest import TAIL_BYTES
+from lightning_ft.manifest import DIRECTORY_MANIFEST, TAIL_BYTES, Manifest
 
-# The marker of a checkpoint that is a directory.
-DIRECTORY_MANIFEST = "manifest.json"
 # Ends of files that are fetched at the same time.
 TAILS_AT_ONCE = 16
 
@@ -74,6 +76,10 @@ class ObjectStore:
             return False
         return True
 
+    def is_unfinished(self, path: str) -> bool:
+        """Whether `path`, beside which there is a marker, is a directory without a manifest, or not there at all."""
+        return not self.exists(join(path, DIRECTORY_MANIFEST)) and not self.is_file(path)
+
     def is_file(self, path: str) -> bool:
         """Whether `path` is one file, and no directory."""
         try:
@@ -110,6 +116,16 @@ class ObjectStore:
             except Exception as error:
                 yield path, error
 
+    def sizes(self, path: str) -> dict[str, int]:
+        """Name and size in bytes of every file in the directory `path`; none if it does not exist."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.calls.call(path, "ls", path, detail=True)
+        except FileNotFoundError:
+            return {}
+        files = [(str(info["name"]).rpartition("/")[2], info) for info in found if info["type"] == "file"]
+        return {name: int(info["size"]) for name, info in files if name}
+
     def open_read(self, path: str) -> RangedFile:
         """The bytes of `path`, to be closed by the caller."""
         size_bytes = self.size(path)
@@ -134,17 +150,68 @@ class ObjectStore:
 
     def open_attempt(self, path: str, expected_bytes: int | None) -> Attempt:
         """A checkpoint can be written; nothing is visible."""
-        return FileObjectAttempt(self, path)
+        return ObjectAttempt(self, path)
+
+    def open_directory(self, path: str, token: str, leads: bool) -> DirectoryAttempt:
+        """Files of a checkpoint directory can be written; see `Storage.open_directory`."""
+        return StoreDirectoryAttempt(self, path, token, leads)
+
+    def open_sink(self, path: str, expected_bytes: int | None = None) -> Sink:
+        """An object can be written; nothing is visible."""
+        return FileObject(self, path)
 
     def remove(self, path: str) -> None:
         """Nothing of `path`, a file or a directory, is left; raises FileNotFoundError if there was nothing."""
         if self.info(path)["type"] != "directory":
-            self.calls.call(path, "rm_file", path)
+            self.remove_file(path)
             return
-        with contextlib.suppress(FileNotFoundError):  # not every directory has the marker
-            self.calls.call(path, "rm_file", join(path, DIRECTORY_MANIFEST))
+        dirpath, name = split(path)
+        marker = join(dirpath, deleted_name(name, secrets.token_hex(8)))
+        self.mark(marker)
+        with contextlib.suppress(FileNotFoundError):  # not every directory has one
+            self.remove_file(join(path, DIRECTORY_MANIFEST))
         emit(DeleteHidden(path))
         self.remove_tree(path)
+        self.unmark(marker)
+
+    def remove_file(self, path: str) -> None:
+        """The object `path` is gone; raises FileNotFoundError if there was none, and the store says so."""
+        self.calls.call(path, "rm_file", path)
+
+    def remove_unfinished(self, path: str) -> None:
+        """Nothing of `path` is left if it is a directory without a manifest: left of a save or a deletion."""
+        if self.is_unfinished(path):
+            with contextlib.suppress(FileNotFoundError):
+                self.remove_tree(path)
+
+    def mark(self, path: str) -> None:
+        """There is an object `path` with nothing to read: its name says it all."""
+        self.calls.call(path, "pipe_file", path, b"lightning_ft")
+
+    def unmark(self, path: str) -> None:
+        """The marker `path` is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            self.remove_file(path)
+
+    def make_directory(self, path: str) -> None:
+        """Files can be made in `path`, in file systems that have directories."""
+        self.calls.call(path, "makedirs", path, exist_ok=True)
+
+    def create_manifest(self, path: str, sealed: bytes, manifest: Manifest) -> None:
+        """The manifest of a directory is there, whole: the commit.
+
+        Raises:
+            SaveError: There is one of another save already.
+        """
+        if manifest.is_exclusive(split(path)[0]) and self.exists(path):
+            raise SaveError(f"{split(path)[0]}: there is another checkpoint of this name, which was not touched", path)
+        sink = self.open_sink(path)
+        try:
+            sink.append(memoryview(sealed))
+            sink.complete()
+            sink.publish(len(sealed))
+        finally:
+            sink.discard()
 
     def remove_tree(self, path: str) -> None:
         """Nothing of `path` is left."""
@@ -171,43 +238,40 @@ def _cancel(coming: Any) -> None:
     coming.cancel()
 
 
-class FileObjectAttempt(Attempt):
+class FileObject(Sink):
     """An upload through a file object of fsspec, which the store publishes, whole or not at all, at close."""
 
     def __init__(self, store: ObjectStore, path: str) -> None:
-        super().__init__(path, path)
+        self.path = path
         self._store = store
         self._published = False
-        with self._own_error():
-            # The memory file system publishes at open; its file object alone, at commit.
-            self._stream: Any = (
-                MemoryFile(store.fs, store.fs._strip_protocol(path))
-                if isinstance(store.fs, MemoryFileSystem)
-                else self._bounded(lambda: store.fs.open(path, "wb"))
-            )
+        # The memory file system publishes at open; its file object alone, at commit.
+        self._stream: Any = (
+            MemoryFile(store.fs, store.fs._strip_protocol(path))
+            if isinstance(store.fs, MemoryFileSystem)
+            else self._bounded(lambda: store.fs.open(path, "wb"))
+        )
 
     def _bounded(self, function: Callable[[], Any]) -> Any:
         return self._store.calls.run(self.path, function)
 
-    def _write_all(self, view: memoryview) -> None:
+    def append(self, view: memoryview) -> None:
         while view.nbytes:
             view = view[self._bounded(partial(self._stream.write, view)) :]
 
-    def _publish(self, total_bytes: int) -> None:
-        with self._own_error():
-            publish = self._stream.commit if isinstance(self._stream, MemoryFile) else self._stream.close
-            self._bounded(publish)  # The commit.
-            self._published = True
-            stored_bytes = self._store.size(self.path)
-            if stored_bytes != total_bytes:
-                self._store.calls.call(self.path, "rm_file", self.path)
-                raise SaveError(
-                    f"{self.path}: {total_bytes} bytes were uploaded, the store holds {stored_bytes}",
-                    self.path,
-                )
-        emit(DataSynced(self.path, self.attempt))
+    def publish(self, total_bytes: int) -> None:
+        publish = self._stream.commit if isinstance(self._stream, MemoryFile) else self._stream.close
+        self._bounded(publish)
+        self._published = True
+        stored_bytes = self._store.size(self.path)
+        if stored_bytes != total_bytes:
+            self._store.calls.call(self.path, "rm_file", self.path)
+            raise SaveError(
+                f"{self.path}: {total_bytes} bytes were uploaded, the store holds {stored_bytes}",
+                self.path,
+            )
 
-    def abort(self) -> None:
+    def discard(self) -> None:
         if self._published or isinstance(self._stream, MemoryFile):
             return
         if isinstance(self._stream, AbstractBufferedFile):
@@ -220,3 +284,15 @@ class FileObjectAttempt(Attempt):
             self._bounded(self._stream.close)
             self._store.calls.call(self.path, "rm_file", self.path)
         self._published = True
+
+
+class ObjectAttempt(Attempt):
+    """A checkpoint of one file, straight to its final name."""
+
+    def __init__(self, store: ObjectStore, path: str) -> None:
+        super().__init__(path, path, store.open_sink(path))
+
+    def _publish(self, total_bytes: int) -> None:
+        with self._own_error():
+            self._sink.publish(total_bytes)  # The commit.
+        emit(DataSynced(self.path, self.attempt))

@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_ft import events
 from lightning_ft._names import is_local
 from lightning_ft.errors import CorruptCheckpointError, SaveError
-from lightning_ft.manifest import Manifest
+from lightning_ft.manifest import DIRECTORY_MANIFEST, Manifest
 from lightning_ft.storage import Storage
 
 ReadBackDepth = Literal["size", "full"]
@@ -20,7 +20,8 @@ def read_back(storage: Storage, path: str, written: Manifest, depth: ReadBackDep
     Of a local file what the kernel holds in its page cache is dropped first, so that the answer comes from the device,
     as far as that can be asked for: a file system in memory has no device, and a disk has a cache of its own.
 
-    Thread: writer. Blocks on: the tail of the file; with ``depth="full"`` every byte.
+    Thread: writer. Blocks on: the tail of the file, or manifest and listing of the directory; with ``depth="full"``
+    every byte.
 
     Args:
         storage: Where `path` is.
@@ -33,14 +34,15 @@ def read_back(storage: Storage, path: str, written: Manifest, depth: ReadBackDep
         OSError: It cannot be read. Stores raise their client's own classes besides.
     """
     if is_local(path):
-        _drop_cached(path)
+        for name in (*written.files, DIRECTORY_MANIFEST) if written.files else ("",):
+            _drop_cached(os.path.join(path, name) if name else path)
     manifest, _ = storage.read_manifest(path)
     if manifest is None:
         raise CorruptCheckpointError(path, "has no manifest any more")
     if (manifest.generation, manifest.digest) != (written.generation, written.digest):
         raise CorruptCheckpointError(path, f"is of another save (generation {manifest.generation})")
-    if depth == "full" and storage.read_digest(path, written.size_bytes) != written.digest:
-        raise CorruptCheckpointError(path, "data is damaged: its digest does not match what was written")
+    if depth == "full":
+        storage.compare(path, written)
     events.emit(events.ReadBack(path))
 
 

@@ -14,17 +14,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
 from lightning_ft._attempt import Attempt
-from lightning_ft._names import SUFFIX, join, split
-from lightning_ft._objects import DIRECTORY_MANIFEST, TAILS_AT_ONCE, Entry, ObjectStore
+from lightning_ft._names import SUFFIX, split
+from lightning_ft._objects import TAILS_AT_ONCE, Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
-from lightning_ft._s3_upload import S3Attempt
+from lightning_ft._s3_parts import S3Parts
+from lightning_ft._s3_upload import Publication, S3Attempt
+from lightning_ft._sink import Sink
 from lightning_ft._store_errors import is_bad_range, is_refusal, is_transient
-from lightning_ft.errors import StorageError
-from lightning_ft.events import DeleteHidden, emit
-from lightning_ft.manifest import TAIL_BYTES
+from lightning_ft.errors import CheckpointError, StorageError
+from lightning_ft.manifest import TAIL_BYTES, Manifest, parse_directory
 
 _log = logging.getLogger(__name__)
 
@@ -150,6 +152,13 @@ class S3Store(ObjectStore):
             raise StorageError(f"{path}: {len(found[0])} bytes came of {expected_bytes}", path, transient=True)
         return found
 
+    def sizes(self, path: str) -> dict[str, int]:
+        """Name and size in bytes of every file in the directory `path`; none if it does not exist."""
+        bucket, key, _ = self.fs.split_path(path)
+        pages = self._pages(path, Bucket=bucket, Prefix=f"{key}/", Delimiter="/")
+        found = [(item["Key"][len(key) + 1 :], item["Size"]) for page in pages for item in page.get("Contents", [])]
+        return {name: int(size_bytes) for name, size_bytes in found if name}
+
     def open_read(self, path: str) -> RangedFile:
         """The bytes of `path` as it is now: an object that takes its place is not read in its stead."""
         info = self.info(path)
@@ -189,14 +198,39 @@ class S3Store(ObjectStore):
         """A checkpoint can be written; nothing is visible."""
         return S3Attempt(self, path, expected_bytes)
 
-    def remove(self, path: str) -> None:
-        """Nothing of `path`, a file or a directory, is left; raises FileNotFoundError if there was nothing."""
-        if self.info(path)["type"] != "directory":
-            self.request(path, "delete_object", **self.place(path))
-            return
-        self.request(path, "delete_object", **self.place(join(path, DIRECTORY_MANIFEST)))
-        emit(DeleteHidden(path))
-        self.remove_tree(path)
+    def open_sink(self, path: str, expected_bytes: int | None = None) -> Sink:
+        """An object can be written; nothing is visible."""
+        return S3Parts(self, path, expected_bytes)
+
+    def remove_file(self, path: str) -> None:
+        """The object `path` is gone."""
+        self.request(path, "delete_object", **self.place(path))
+
+    def mark(self, path: str) -> None:
+        """There is an object `path` with nothing to read: its name says it all."""
+        self.request(path, "put_object", **self.place(path), Body=b"lightning_ft")
+
+    def make_directory(self, path: str) -> None:
+        """There is nothing to make: an object has its name, and no place."""
+
+    def create_manifest(self, path: str, sealed: bytes, manifest: Manifest) -> None:
+        """The manifest of a directory is there, whole: the commit. Raises what `Publication.publish` raises."""
+        parts = S3Parts(self, path, len(sealed))
+        try:
+            parts.append(memoryview(sealed))
+            parts.complete()
+            publication = Publication(self, path, parts, manifest, partial(self._look, path))
+            publication.publish(manifest.is_exclusive(split(path)[0]))
+        finally:
+            parts.discard()
+
+    def _look(self, path: str) -> tuple[Manifest | str, str]:
+        """What the object `path` says as the manifest of a directory, or what is wrong with it, and its ETag."""
+        etag = str(self.info(path).get("ETag", ""))
+        try:
+            return parse_directory(self.calls.call(path, "cat_file", path), split(path)[0]), etag
+        except CheckpointError as error:
+            return str(error), etag
 
     def remove_tree(self, path: str) -> None:
         """Nothing of `path` is left."""

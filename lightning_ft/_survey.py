@@ -192,7 +192,9 @@ def _leftovers(storage: Storage, dirpath: str, in_use_by: str | None) -> list[Ro
             continue
         path = join(dirpath, name)
         try:
-            size_bytes = storage.size(path)
+            size_bytes = (
+                sum(storage.sizes(path).values()) if is_local(path) and os.path.isdir(path) else storage.size(path)
+            )
         except OSError:
             if is_local(path) and not os.path.lexists(path):
                 continue  # finished, or removed, since it was listed
@@ -227,5 +229,5 @@ def total_size(storage: Storage, paths: Iterable[str]) -> int:
     total = 0
     for path in paths:
         with contextlib.suppress(OSError):  # what is wrong with it is said where it is read
-            total += storage.size(path)
+            total += storage.size(path) if storage.is_file(path) else sum(storage.sizes(path).values())
     return total

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ft import _names, discovery
-from lightning_ft._attempt import sync_dir
+from lightning_ft._disk_file import sync_dir
 from lightning_ft.discovery import Depth, Selection, Verifying, run_of
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.manifest import CheckpointInfo

@@ -97,6 +97,9 @@ class Uploads(Writer):
         if manifest is None or manifest.generation != task.manifest.generation:
             raise CorruptCheckpointError(task.source, "is not the checkpoint that was to be uploaded")
 
+        if manifest.files:
+            return self._write_directory(task, manifest)
+
         def confirmed(size_bytes: int, digest: str) -> Manifest:
             if digest != manifest.digest:
                 raise CorruptCheckpointError(task.source, "data is damaged: its digest does not match the manifest")
@@ -108,6 +111,24 @@ class Uploads(Writer):
         ):
             _copy(file, attempt, manifest.size_bytes, task.source)
             return attempt.commit(confirmed)
+
+    def _write_directory(self, task: UploadTask, manifest: Manifest) -> Manifest:
+        attempt = self._storage.open_directory(task.path, manifest.generation[:16], leads=True)
+        try:
+            for name, record in manifest.files.items():
+                with (
+                    self._storage.open_file(task.source, name) as file,
+                    attempt.open_file(name, record.size_bytes) as copy,
+                ):
+                    while piece := file.read(PIECE_BYTES):
+                        copy.write(piece)
+                    if copy.finish() != record:
+                        raise CorruptCheckpointError(
+                            task.source, f"{name} is damaged: its digest does not match the manifest"
+                        )
+            return attempt.commit(manifest)
+        finally:
+            attempt.abort()
 
 
 def _copy(file: BinaryIO, attempt: Attempt, size_bytes: int, source: str) -> None:

@@ -15,7 +15,7 @@ from lightning_ft._direct import DiskStream
 from lightning_ft._ranged_file import BLOCK_BYTES, RangedFile
 from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft.errors import CorruptCheckpointError, StorageError
-from lightning_ft.manifest import TAIL_BYTES, Manifest, parse_tail
+from lightning_ft.manifest import TAIL_BYTES, FileRecord, Manifest, parse_tail
 
 _log = logging.getLogger(__name__)
 
@@ -31,24 +31,34 @@ def open_verified(file: BinaryIO, path: str) -> tuple[BinaryIO, Manifest | None]
         file.seek(max(0, size_bytes - TAIL_BYTES))
         manifest = parse_tail(file.read(TAIL_BYTES), size_bytes, path)
         file.seek(0)
-        if manifest is None:
-            return file, None
+    except BaseException:
+        file.close()
+        raise
+    if manifest is None:
+        return file, None
+    return open_compared(file, path, FileRecord(manifest.size_bytes, manifest.digest)), manifest
+
+
+def open_compared(file: BinaryIO, path: str, record: FileRecord) -> BinaryIO:
+    """`file`, of which as many bytes as `record` says are known to be those; closed, or returned as `open_verified`."""
+    try:
         if not isinstance(file, RangedFile):
-            _compare(_digest_of(file, manifest.size_bytes), manifest, path)
             file.seek(0)
-            return file, manifest
-        copy = _copied(file, manifest, path)
+            _compare(_digest_of(file, record.size_bytes), record, path)
+            file.seek(0)
+            return file
+        copy = _copied(file, record, path)
         if copy is None:
-            return _checked(file, manifest, path), manifest
+            return _checked(file, record, path)
     except BaseException:
         file.close()
         raise
     file.close()
-    return copy, manifest
+    return copy
 
 
-def _compare(digest: str, manifest: Manifest, path: str) -> None:
-    if digest != manifest.digest:
+def _compare(digest: str, record: FileRecord, path: str) -> None:
+    if digest != record.digest:
         raise CorruptCheckpointError(path, "data is damaged: its digest does not match the manifest")
 
 
@@ -64,7 +74,7 @@ def _digest_of(file: BinaryIO, size_bytes: int) -> str:
     return state.hexdigest()
 
 
-def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
+def _copied(file: RangedFile, record: FileRecord, path: str) -> BinaryIO | None:
     """A verified copy in a file without a name, None if there is no room for it."""
     try:
         directory = tempfile.gettempdir()
@@ -87,16 +97,16 @@ def _copied(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO | None:
         for last_try in (False, True):
             os.ftruncate(spool.fileno(), 0)
             try:
-                digest = _fetch(file, spool.fileno(), manifest.size_bytes)
+                digest = _fetch(file, spool.fileno(), record.size_bytes)
             except OSError as error:
                 if isinstance(error, StorageError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 _log.info("%s: %s is full, so it is fetched twice", path, directory)
                 return None
-            if digest == manifest.digest:
+            if digest == record.digest:
                 break
             if last_try:
-                _compare(digest, manifest, path)
+                _compare(digest, record, path)
             # Nothing else checks what comes over the line.
             _log.warning("%s: arrived damaged, and is fetched again", path)
         copy = ThreadedFile(os.dup(spool.fileno()))
@@ -134,7 +144,7 @@ def _in_memory(directory: str) -> bool:
     return any(fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in mounts if fields[2] == number)
 
 
-def _checked(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO:
+def _checked(file: RangedFile, record: FileRecord, path: str) -> BinaryIO:
     """`file`, read once, from now on compared block by block with what was read then."""
     digests: dict[int, int] = {}
 
@@ -146,10 +156,10 @@ def _checked(file: RangedFile, manifest: Manifest, path: str) -> BinaryIO:
     file.forget()
     file.check = check
     state = xxhash.xxh3_128()
-    left = manifest.size_bytes
+    left = record.size_bytes
     while left and (piece := file.next_bytes(left)):
         state.update(piece)
         left -= piece.nbytes
-    _compare(state.hexdigest(), manifest, path)
+    _compare(state.hexdigest(), record, path)
     file.seek(0)
     return cast(BinaryIO, file)

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Literal
 
-from lightning_ft._names import SUFFIX, is_local, join, likely_newest, normalise, parse_checkpoint_name, split
+from lightning_ft._names import (
+    SUFFIX,
+    is_local,
+    join,
+    likely_newest,
+    normalise,
+    parse_checkpoint_name,
+    parse_leftover,
+    split,
+)
 from lightning_ft._objects import Entry
 from lightning_ft.errors import (
     CheckpointError,
@@ -66,8 +75,16 @@ def list_checkpoints(
 
 
 def _candidates(storage: Storage, dirpath: str) -> list[Entry]:
+    """The entries that may be checkpoints: not those of stores that a marker shows to be unfinished."""
     entries = storage.entries(dirpath)
-    return [entry for entry in entries if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
+    marked = {found.name for entry in entries if (found := parse_leftover(entry.name)) and found.kind != "probe"}
+    return [
+        entry
+        for entry in entries
+        if entry.name.endswith(SUFFIX)
+        and not entry.name.startswith(".")
+        and not (entry.name in marked and not is_local(dirpath) and storage.is_unfinished(join(dirpath, entry.name)))
+    ]
 
 
 def _newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -103,7 +120,7 @@ def verify(
     info = _examine(storage, normalise(path))
     if depth != "full":
         return info
-    verified = _compare_digest(storage, info)
+    verified = _compare(storage, info)
     for _ in range(_LOOKS_AGAIN):
         if verified.problem is None:
             break
@@ -112,7 +129,7 @@ def verify(
             break
         # Replaced while it was read (a ``last.ckpt`` is, at every save): the manifest was of one file, the bytes of
         # the next.
-        info, verified = again, _compare_digest(storage, again)
+        info, verified = again, _compare(storage, again)
     return verified
 
 
@@ -150,29 +167,41 @@ def _described(path: str, result: tuple[Manifest | None, int] | Exception) -> Ch
     return CheckpointInfo(path, name, size_bytes, manifest, None if manifest else _FOREIGN)
 
 
-def _compare_digest(storage: Storage, info: CheckpointInfo) -> CheckpointInfo:
+def _compare(storage: Storage, info: CheckpointInfo) -> CheckpointInfo:
     """`info`, with a problem if the data is not what was written."""
     if info.manifest is None:
         return info
+    return replace(info, problem=_problem_of_data(storage, info.path, info.manifest, None))
+
+
+def _problem_of_data(storage: Storage, path: str, manifest: Manifest, names: Iterable[str] | None) -> str | None:
     try:
-        digest = storage.read_digest(info.path, info.manifest.size_bytes)
-        if digest != info.manifest.digest and not is_local(info.path):
-            # Nothing else checks what comes over the line, and it may not be the file that is damaged.
-            digest = storage.read_digest(info.path, info.manifest.size_bytes)
+        storage.compare(path, manifest, names)
     except StorageError:
         raise  # It says nothing of the file.
     except (CheckpointError, OSError) as error:
-        return replace(info, problem=_problem(error))
-    if digest != info.manifest.digest:
-        return replace(info, problem="data is damaged: its digest does not match the manifest")
-    return info
+        return _problem(error)
+    return None
+
+
+def verify_files(
+    path: str | os.PathLike[str],
+    manifest: Manifest,
+    names: Iterable[str],
+    storage_options: Mapping[str, Any] | None = None,
+) -> str | None:
+    """What is wrong with these files of a checkpoint directory, whose names and sizes were looked at; None: nothing.
+
+    Ranks: any; each may read some of the files.
+    """
+    return _problem_of_data(Storage(storage_options), normalise(path), manifest, names)
 
 
 def _problem(error: CheckpointError | OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return _MISSING
     if isinstance(error, IsADirectoryError):
-        return "a directory, not a single-file checkpoint"
+        return "a directory without manifest.json or .metadata: no checkpoint"
     if isinstance(error, CorruptCheckpointError):
         return error.reason
     if isinstance(error, CheckpointError):

@@ -46,14 +46,29 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True)
 class AttemptOpened(Event):
-    """The file `attempt` exists and is empty; nothing of the final name."""
+    """The file or directory `attempt` exists and is empty, but for files of other ranks; nothing of the final name."""
 
     attempt: str
 
 
 @dataclass(frozen=True)
+class FileWritten(Event):
+    """Every byte of the file `name` of a directory was handed to the operating system. On the rank that wrote it."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class FileSynced(Event):
+    """The bytes of the file `name` of a directory survive a power loss. On the rank that wrote it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class DataWritten(Event):
-    """Every byte, the manifest included, was handed to the operating system; none is known to be durable."""
+    """Every byte, the manifest included, was handed to the operating system; the last are not known to be durable."""
 
     attempt: str
     size_bytes: int
@@ -147,6 +162,8 @@ EVENT_TYPES: dict[str, type[Event]] = {
         UploadStarted,
         SaveSkipped,
         AttemptOpened,
+        FileWritten,
+        FileSynced,
         DataWritten,
         DataSynced,
         Renamed,
@@ -175,6 +192,14 @@ KILL_POINTS: tuple[str, ...] = (
     "DeleteStarted",
     "DeleteHidden",
     "Deleted",
+)
+
+# Of a checkpoint that is a directory; those of its files come once per file, on the rank that writes it.
+DIRECTORY_KILL_POINTS: tuple[str, ...] = (
+    *KILL_POINTS[: KILL_POINTS.index("DataWritten")],
+    "FileWritten",
+    "FileSynced",
+    *KILL_POINTS[KILL_POINTS.index("DataWritten") :],
 )
 
 _lock = threading.Lock()

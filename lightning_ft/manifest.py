@@ -1,8 +1,9 @@
-"""The manifest: what a checkpoint says about itself, and how it is sealed into the end of the file.
+"""The manifest: what a checkpoint says about itself, and how it is sealed.
 
 The file format is the contract (see FORMAT.md), the classes are not. A single-file checkpoint is an ordinary
 zip archive as `torch.save` writes it; its archive comment is the manifest as JSON. `digest` covers every byte
-before the end-of-archive record, the seal covers that record and the comment, so no bit is uncovered.
+before the end-of-archive record, the seal covers that record and the comment, so no bit is uncovered. Of a directory
+the manifest is a file of its own, with size and digest of every other one; its seal covers the whole of it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import xxhash
 
-from lightning_ft._names import FORMAT_VERSION
+from lightning_ft._names import FORMAT_VERSION, parse_checkpoint_name, split
 from lightning_ft.errors import CorruptCheckpointError, ManifestError, UnsupportedFormatError
 
 EOCD_BYTES = 22
@@ -28,10 +29,26 @@ TAIL_BYTES = EOCD_BYTES + MAX_COMMENT_BYTES
 # Features that a reader must understand to use a checkpoint rightly; none so far.
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
+DIRECTORY_MANIFEST = "manifest.json"
+"""The manifest of a checkpoint that is a directory, and what makes it one."""
+METADATA = ".metadata"
+"""What every directory of DCP has, that of plain Lightning too: the table of its tensors."""
+MAX_MANIFEST_BYTES = 64 << 20
+"""Of a directory; it has about 100 bytes per file."""
+
 _MAGIC = b'"lightning_ft":'
 _SEAL = re.compile(rb'"seal":"([0-9a-f]{32})"\}\Z')
 _SEAL_KEY = b'"seal":"'
 _SEAL_ENDING_BYTES = 32 + len(b'"}')
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a directory, as it was written."""
+
+    size_bytes: int
+    digest: str
+    """xxh3-128 of all its bytes, hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +73,9 @@ class Manifest:
     created: str
     """ISO 8601, UTC. For people: clocks of different machines never decide anything."""
     size_bytes: int
-    """Number of bytes before the end-of-archive record."""
+    """Number of bytes before the end-of-archive record; of a directory, of all `files`."""
     digest: str
-    """xxh3-128 of these bytes, hexadecimal."""
+    """xxh3-128 of these bytes, hexadecimal; of a directory, see `digest_of_files`."""
     parent: str | None = None
     """Generation that training was resumed from."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -68,6 +85,12 @@ class Manifest:
     requires: tuple[str, ...] = ()
     """Features that a reader must understand to use this checkpoint rightly."""
     format: int = FORMAT_VERSION
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """Of a directory: every file in it by its name, but for the manifest itself. Empty for a single file."""
+
+    def is_exclusive(self, path: str) -> bool:
+        """Whether it must not take the place of another one at `path`; other callbacks write over their own files."""
+        return self.boundary != "none" and parse_checkpoint_name(split(path)[1]) is not None
 
 
 def _is_int(value: object) -> bool:
@@ -84,6 +107,21 @@ def _is_mapping(value: object) -> bool:
 
 def _is_list_of_str(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a file of a directory may have this name: one of the directory itself, and not that of its manifest."""
+    return isinstance(name, str) and name not in ("", ".", "..", DIRECTORY_MANIFEST) and not set(name) & set("/\\\0")
+
+
+def _is_files(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        is_plain_name(name)
+        and isinstance(record, dict)
+        and _is_int(record.get("size_bytes"))
+        and _is_str(record.get("digest"))
+        for name, record in value.items()
+    )
 
 
 _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
@@ -104,8 +142,15 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "topology": (_is_mapping, "an object"),
     "metrics": (_is_mapping, "an object"),
     "requires": (_is_list_of_str, "a list of strings"),
+    "files": (_is_files, "an object of plain names, each with size_bytes and digest"),
 }
-_OPTIONAL = frozenset({"parent", "versions", "topology", "metrics", "requires"})
+_OPTIONAL = frozenset({"parent", "versions", "topology", "metrics", "requires", "files"})
+
+
+def digest_of_files(files: Mapping[str, FileRecord]) -> str:
+    """One digest that stands for all of `files`: of a line per file, in the order of their names."""
+    lines = "".join(f"{files[name].digest} {files[name].size_bytes} {json.dumps(name)}\n" for name in sorted(files))
+    return xxhash.xxh3_128_hexdigest(lines.encode("ascii"))
 
 
 def to_json(manifest: Manifest) -> str:
@@ -114,6 +159,9 @@ def to_json(manifest: Manifest) -> str:
     values.update((item.name, getattr(manifest, item.name)) for item in fields(manifest))
     # JSON has no word for NaN and infinity, and a number for people must not make a save fail.
     values["metrics"] = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
+    values["files"] = {name: asdict(record) for name, record in manifest.files.items()}
+    if not manifest.files:
+        del values["files"]
     try:
         return json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
@@ -144,6 +192,8 @@ def from_json(text: str) -> Manifest:
         raise ManifestError(f"manifest is malformed: {', '.join(wrong)}")
     if "requires" in known:
         known["requires"] = tuple(known["requires"])
+    if "files" in known:
+        known["files"] = {name: FileRecord(r["size_bytes"], r["digest"]) for name, r in known["files"].items()}
     return Manifest(**known)
 
 
@@ -191,15 +241,55 @@ def seal(eocd: bytes, manifest: Manifest) -> bytes:
     """
     if len(eocd) != EOCD_BYTES or not eocd.startswith(EOCD_SIGNATURE) or eocd[-2:] != b"\0\0":
         raise ManifestError("the archive does not end in an end-of-archive record without a comment")
-    blank = (to_json(manifest)[:-1] + f',"seal":"{"0" * 32}"}}').encode("ascii")
+    blank = _blank(manifest)
     if len(blank) > MAX_COMMENT_BYTES:
         raise ManifestError(
             f"manifest of step {manifest.step} takes {len(blank)} bytes, a zip comment holds"
             f" {MAX_COMMENT_BYTES}: record fewer versions, topology entries or metrics"
         )
-    unsealed = eocd[:-2] + len(blank).to_bytes(2, "little") + blank
-    value = xxhash.xxh3_128_hexdigest(unsealed).encode("ascii")
-    return unsealed[:-_SEAL_ENDING_BYTES] + value + b'"}'
+    return _sealed(eocd[:-2] + len(blank).to_bytes(2, "little") + blank)
+
+
+def seal_directory(manifest: Manifest) -> bytes:
+    """What the manifest of a directory holds on disk."""
+    return _sealed(_blank(manifest))
+
+
+def _blank(manifest: Manifest) -> bytes:
+    return (to_json(manifest)[:-1] + f',"seal":"{"0" * 32}"}}').encode("ascii")
+
+
+def _sealed(blank: bytes) -> bytes:
+    """`blank`, which ends in an empty seal, with the seal of all of it."""
+    return blank[:-_SEAL_ENDING_BYTES] + xxhash.xxh3_128_hexdigest(blank).encode("ascii") + b'"}'
+
+
+def _require_seal(record: bytes, path: str) -> None:
+    match = _SEAL.search(record)
+    if match is None:
+        raise CorruptCheckpointError(path, "manifest is damaged: it does not end in a seal")
+    if _sealed(record[:-_SEAL_ENDING_BYTES] + b"0" * 32 + b'"}') != record:
+        raise CorruptCheckpointError(path, "manifest is damaged: its seal does not match")
+
+
+def parse_directory(text: bytes, path: str) -> Manifest:
+    """The manifest of a directory, from what its file holds.
+
+    Args:
+        text: All of it.
+        path: The directory, for messages.
+
+    Raises:
+        CorruptCheckpointError: A broken seal.
+        UnsupportedFormatError: Intact, but written by a newer version.
+        ManifestError: The seal holds, yet the manifest is malformed.
+    """
+    _require_seal(text, path)
+    manifest = from_json(text.decode("utf-8", "backslashreplace"))
+    total_bytes = sum(record.size_bytes for record in manifest.files.values())
+    if (manifest.size_bytes, manifest.digest) != (total_bytes, digest_of_files(manifest.files)):
+        raise ManifestError("manifest is malformed: size_bytes and digest are not those of its files")
+    return manifest
 
 
 def parse_tail(tail: bytes, total_bytes: int, path: str) -> Manifest | None:
@@ -224,12 +314,7 @@ def parse_tail(tail: bytes, total_bytes: int, path: str) -> Manifest | None:
     # Either mark makes it ours, so that damage to one of them cannot pass the file off as foreign.
     if _MAGIC not in comment and _SEAL_KEY not in comment:
         return None
-    match = _SEAL.search(comment)
-    if match is None:
-        raise CorruptCheckpointError(path, "manifest is damaged: it does not end in a seal")
-    unsealed = record[:-_SEAL_ENDING_BYTES] + b"0" * 32 + b'"}'
-    if xxhash.xxh3_128_hexdigest(unsealed).encode("ascii") != match[1]:
-        raise CorruptCheckpointError(path, "manifest is damaged: its seal does not match")
+    _require_seal(record, path)
     # Ours are ASCII; those of later versions may not be, and are to be told from damaged ones.
     manifest = from_json(comment.decode("utf-8", "backslashreplace"))
     size_bytes = total_bytes - len(record)

@@ -11,6 +11,8 @@ Step (in this order)  Local directory: true on disk after it      Object store: 
 `remove`: data        the data is gone                            the data is gone
 ====================  ==========================================  ==================================
 
+How a directory is written stands in `_directory`.
+
 URLs go to an `ObjectStore`. Local files do not pass through `fsspec`, whose local transactions go through the system's
 temporary directory, move without fsync, and keep their state on an instance shared by all threads.
 """
@@ -22,7 +24,6 @@ import errno
 import logging
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
@@ -30,12 +31,14 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
-from lightning_ft._attempt import Attempt, LocalAttempt, hold, make_dirs, sync_dir
+from lightning_ft._attempt import Attempt, LocalAttempt
+from lightning_ft._directory import DirectoryAttempt, FileAttempt, LocalDirectoryAttempt, mismatch
+from lightning_ft._disk_file import hold, local_sizes, make_dirs, remove_local, sync_dir
 from lightning_ft._names import deleted_name, is_local, join, normalise, parse_leftover, probe_name, split
-from lightning_ft._objects import DIRECTORY_MANIFEST, Entry, ObjectStore
+from lightning_ft._objects import Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
 from lightning_ft._threaded_file import ThreadedFile
-from lightning_ft._verified_file import open_verified
+from lightning_ft._verified_file import open_compared, open_verified
 from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
 from lightning_ft.events import (
     AttemptOpened,
@@ -46,11 +49,20 @@ from lightning_ft.events import (
     LeftoverRemoved,
     emit,
 )
-from lightning_ft.manifest import TAIL_BYTES, Manifest, parse_tail
+from lightning_ft.manifest import (
+    DIRECTORY_MANIFEST,
+    MAX_MANIFEST_BYTES,
+    METADATA,
+    TAIL_BYTES,
+    FileRecord,
+    Manifest,
+    parse_directory,
+    parse_tail,
+)
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DIRECTORY_MANIFEST", "Attempt", "Storage"]
+__all__ = ["Attempt", "DirectoryAttempt", "FileAttempt", "Storage"]
 
 # What is read of a local file at a time, into the same memory: it is hashed while it is in the processor's cache.
 HASHED_BYTES = 1 << 20
@@ -130,6 +142,29 @@ class Storage:
             raise
         return attempt
 
+    def open_directory(self, path: str, token: str, *, leads: bool = False) -> DirectoryAttempt:
+        """Files of the checkpoint directory `path` can be written; see `DirectoryAttempt` for what is on disk.
+
+        Ranks: all. Thread: writer. Blocks on: the disk or the store.
+
+        Args:
+            path: The final name.
+            token: 16 hexadecimal digits of this save, the same on every rank.
+            leads: Whether what has the name in a store is refused or, if it is no checkpoint of a run, removed. Of one
+                rank, and no other has opened a file before this has returned.
+        """
+        path = normalise(path)
+        if is_local(path):
+            attempt: DirectoryAttempt = LocalDirectoryAttempt(path, token)
+        else:
+            attempt = self._store(path).open_directory(path, token, leads)
+        try:
+            emit(AttemptOpened(path, attempt.attempt))
+        except BaseException:
+            attempt.close()
+            raise
+        return attempt
+
     def remove(self, path: str) -> None:
         """Nothing of the checkpoint `path` is left; a file or a directory, and already gone is fine.
 
@@ -154,26 +189,29 @@ class Storage:
         os.rename(path, hidden)
         sync_dir(dirpath)
         emit(DeleteHidden(path))
-        _unlink(hidden)
+        remove_local(hidden)
 
     def remove_leftovers(self, dirpath: str) -> list[str]:
         """What killed processes left under our hidden names in `dirpath` is gone; returns these paths.
 
         Ranks: zero. Thread: main, before the first save, holding the directory's lock: an attempt of a living
-        process looks the same. Object stores have no hidden names, but unfinished uploads: of those, the old ones.
+        process looks the same. Of object stores: what our markers stand for, and uploads that are old.
         """
         dirpath = normalise(dirpath)
-        paths = [join(dirpath, name) for name in self.listdir(dirpath) if parse_leftover(name)]
-        for path in paths:
+        leftovers = {join(dirpath, name): found for name in self.listdir(dirpath) if (found := parse_leftover(name))}
+        for path, leftover in leftovers.items():
             # A process that starts at the same time tries the directory out before it finds it locked: its probe may
             # be gone by now.
             with contextlib.suppress(FileNotFoundError):
                 if is_local(path):
-                    _unlink(path)
+                    remove_local(path)
                 else:
-                    self._store(path).remove_tree(path)
+                    store = self._store(path)
+                    if leftover.kind != "probe":
+                        store.remove_unfinished(join(dirpath, leftover.name))
+                    store.remove_tree(path)
                 emit(LeftoverRemoved(path))
-        return paths + self._remove_uploads(dirpath)
+        return [*leftovers, *self._remove_uploads(dirpath)]
 
     def _remove_uploads(self, dirpath: str) -> list[str]:
         # Only there can uploads be listed.
@@ -203,11 +241,13 @@ class Storage:
             path = join(dirpath, name)
             # Committed or cleared away by another process since it was listed.
             with contextlib.suppress(FileNotFoundError):
-                fd = os.open(path, os.O_RDWR)  # a lock by way of NFS needs write access
+                directory = os.path.isdir(path)
+                # A lock by way of NFS needs write access, which a directory does not give: there it stays.
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY if directory else os.O_RDWR)
                 try:
                     if not hold(fd):
                         continue
-                    os.unlink(path)
+                    remove_local(path)
                 finally:
                     os.close(fd)
                 emit(LeftoverRemoved(path))
@@ -221,9 +261,7 @@ class Storage:
             CheckpointError: See `parse_tail`.
             OSError: It cannot be read.
         """
-        path = normalise(path)
-        tail, size_bytes = _local_tail(path) if is_local(path) else self._store(path).tail(path)
-        return parse_tail(tail, size_bytes, path), size_bytes
+        return _returned(next(self.read_manifests([path])))
 
     def read_manifests(self, paths: Iterable[str]) -> Iterator[tuple[Manifest | None, int] | Exception]:
         """For each path what `read_manifest` returns or raises, in order; of a store several at the same time."""
@@ -232,13 +270,64 @@ class Storage:
             return
         tails = _local_tails(paths) if is_local(paths[0]) else self._store(paths[0]).tails(paths)
         for path, tail in tails:
-            if isinstance(tail, Exception):
-                yield tail
-                continue
             try:
-                yield parse_tail(*tail, path), tail[1]
-            except CheckpointError as error:
+                if isinstance(tail, IsADirectoryError):
+                    yield self._read_directory(path)
+                elif isinstance(tail, Exception):
+                    yield tail
+                else:
+                    yield parse_tail(*tail, path), tail[1]
+            except (CheckpointError, OSError) as error:
                 yield error
+
+    def _read_directory(self, path: str) -> tuple[Manifest | None, int]:
+        sizes = self.sizes(path)
+        if DIRECTORY_MANIFEST not in sizes:
+            if METADATA not in sizes:
+                raise IsADirectoryError(errno.EISDIR, "a directory without manifest.json or .metadata", path)
+            return None, sum(sizes.values())
+        if sizes[DIRECTORY_MANIFEST] > MAX_MANIFEST_BYTES:
+            raise CorruptCheckpointError(path, f"manifest is damaged: it has {sizes[DIRECTORY_MANIFEST]} bytes")
+        with self.open_file(path, DIRECTORY_MANIFEST) as file:
+            manifest = parse_directory(file.read(), path)
+        problem = mismatch(manifest.files, sizes, exactly=False)
+        if problem is not None:
+            raise CorruptCheckpointError(path, problem)
+        return manifest, sum(sizes.values())
+
+    def is_unfinished(self, path: str) -> bool:
+        """Whether `path` in a store is what a kill has left of a save or a deletion, if there is a marker beside it."""
+        return self._store(path).is_unfinished(normalise(path))
+
+    def is_sharded(self, path: str) -> bool:
+        """Whether `path` is a directory with a checkpoint in it, of ours or of plain Lightning."""
+        return not self.is_file(path) and any(self.exists(join(path, name)) for name in (DIRECTORY_MANIFEST, METADATA))
+
+    def compare(self, path: str, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+        """Every byte of `path` is as `manifest` says; memory: one chunk, of a store a few.
+
+        Args:
+            path: A checkpoint.
+            manifest: Its own.
+            names: Of a directory, the files to compare; None: all.
+
+        Raises:
+            CorruptCheckpointError: Something else is there; of a directory, says in which file.
+            OSError: It cannot be read.
+        """
+        if not manifest.files:
+            self._compare(path, FileRecord(manifest.size_bytes, manifest.digest), path, "data")
+            return
+        for name in manifest.files if names is None else names:
+            self._compare(join(path, name), manifest.files[name], path, name)
+
+    def _compare(self, path: str, record: FileRecord, checkpoint: str, what: str) -> None:
+        digest = self.read_digest(path, record.size_bytes)
+        if digest != record.digest and not is_local(path):
+            # Nothing else checks what comes over the line, and it may not be the file that is damaged.
+            digest = self.read_digest(path, record.size_bytes)
+        if digest != record.digest:
+            raise CorruptCheckpointError(checkpoint, f"{what} is damaged: its digest does not match the manifest")
 
     def read_digest(self, path: str, size_bytes: int) -> str:
         """The xxh3-128 of the first `size_bytes` bytes of `path`, hexadecimal; memory: one chunk, of a store a few.
@@ -279,10 +368,33 @@ class Storage:
         path = normalise(path)
         return open_verified(self.open_read(path), path)
 
+    def open_file(self, path: str, name: str) -> BinaryIO:
+        """The bytes of the file `name` of the directory `path`, to be closed by the caller; compared with nothing."""
+        return self.open_read(join(normalise(path), name))
+
+    def open_verified_file(self, path: str, name: str, record: FileRecord) -> BinaryIO:
+        """The bytes of the file `name` of the directory `path`, each compared before this returns; as `open_verified`.
+
+        Raises:
+            CorruptCheckpointError: It is not what was written.
+            OSError: It cannot be read.
+        """
+        file, checkpoint = self.open_file(path, name), normalise(path)
+        size_bytes = file.seek(0, os.SEEK_END)
+        if size_bytes != record.size_bytes:
+            file.close()
+            raise CorruptCheckpointError(checkpoint, f"{name} has {size_bytes} bytes, {record.size_bytes} were written")
+        return open_compared(file, join(checkpoint, name), record)
+
     def size(self, path: str) -> int:
         """Size in bytes of the file `path`."""
         path = normalise(path)
         return os.stat(path).st_size if is_local(path) else self._store(path).size(path)
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Name and size in bytes of every file in the directory `path`."""
+        path = normalise(path)
+        return local_sizes(path) if is_local(path) else self._store(path).sizes(path)
 
     def is_file(self, path: str) -> bool:
         """Whether `path` is one file, and no directory."""
@@ -356,12 +468,10 @@ def _is_s3(path: str) -> bool:
     return path.partition("://")[0] in ("s3", "s3a")
 
 
-def _unlink(path: str) -> None:
-    """The file, link or directory `path` is gone; what a link points to stays."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+def _returned(result: tuple[Manifest | None, int] | Exception) -> tuple[Manifest | None, int]:
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _filled(file: BinaryIO, buffer: memoryview) -> memoryview:

@@ -14,9 +14,11 @@ PACKAGE = ROOT / "lightning_ft"
 
 LAYERS: dict[int, str] = {
     0: "errors events _names",
-    1: "manifest _archive _direct _attempt _threaded_file storage _lock _store_errors _calls _objects _s3 _s3_upload "
-    "_ranged_file _verified_file _holder _descriptions _contents",
-    2: "discovery retention triggers rotation _read_back _two_tiers _damage _check _fallback _survey _pruning _fetched",
+    1: "manifest _archive _direct _sink _disk_file _attempt _directory _store_directory _threaded_file storage _lock "
+    "_store_errors _calls _objects _s3 _s3_parts _s3_upload _ranged_file _verified_file _holder _descriptions "
+    "_contents",
+    2: "discovery retention triggers rotation _read_back _two_tiers _damage _check _fallback _survey _pruning "
+    "_fetched _shared_verification",
     3: "_engine _save_times _uploads _failure _same_directory _serialise _staging _lanes _plans _plan _alike _template "
     "_layout _buffers _copies _skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist "
     "_broadcast _tensors _difference _order _tracked dataloading state guards",

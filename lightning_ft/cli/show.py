@@ -41,7 +41,8 @@ Examples:
 JSON:
   path, size_bytes, step, epoch, manifest (null: not ours), totals: [key,
   size_bytes, tensors, values], tensors: [name, dtype, shape, size_bytes,
-  record], values: [name, value] (with --values), placeholders: [name]
+  record], values: [name, value] (with --values), placeholders: [name]; of a
+  directory files: [name, size_bytes, digest] in place of all after manifest
 
 \b
 Exit code: 0 if it could be read; 1 if it is damaged where it was read (for
@@ -67,6 +68,11 @@ def show(
     path = options.location(url, chosen, "FILE")
     storage = Storage(chosen)
     options.existing(storage, path, "FILE", "file")
+    if storage.is_sharded(path):
+        if only is not None or values:
+            raise typer.BadParameter(f"{path} is a directory: its files are shown", param_hint="--only, --values")
+        _show_directory(Output(as_json), storage, path)
+        return Code.FINE
     if not storage.is_file(path):
         raise typer.BadParameter(f"{path} is a directory: lightning-ft list shows its checkpoints", param_hint="FILE")
     contents = read_contents(storage, path)
@@ -105,7 +111,7 @@ def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], w
     )  # fmt: skip
     output.line(contents.path, "bold")
     output.line()
-    output.table(("what", "value"), _facts(contents))
+    output.table(("what", "value"), _facts(manifest, contents.size_bytes, contents.step, contents.epoch))
     output.line()
     output.table(
         ("key", "size", "tensors", "values"),
@@ -128,12 +134,39 @@ def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], w
         output.line(f"not imported: {', '.join(names[:_UNKNOWN_SHOWN])}{more}", "yellow")
 
 
-def _facts(contents: Contents) -> list[list[str]]:
-    manifest = contents.manifest
-    facts = [["size", size(contents.size_bytes)]]
+def _show_directory(output: Output, storage: Storage, path: str) -> None:
+    """The files of a sharded checkpoint. Its tensors are spread over them, and their table needs torch to be read."""
+    manifest, size_bytes = storage.read_manifest(path)
+    sizes = storage.sizes(path)
+    step, epoch = (None, None) if manifest is None else (manifest.step, manifest.epoch)
+    digests = {} if manifest is None else {name: record.digest for name, record in manifest.files.items()}
+    output.document(
+        "show",
+        path=path,
+        size_bytes=size_bytes,
+        step=step,
+        epoch=epoch,
+        manifest=dataclasses.asdict(manifest) if manifest is not None else None,
+        files=[{"name": n, "size_bytes": sizes[n], "digest": digests.get(n)} for n in sorted(sizes)],
+    )
+    output.line(path, "bold")
+    output.line()
+    output.table(("what", "value"), _facts(manifest, size_bytes, step, epoch))
+    output.line()
+    output.table(
+        ("file", "size", "digest"),
+        [[name, size(sizes[name]), digests.get(name) or "-"] for name in sorted(sizes)],
+        frozenset({"size"}),
+    )
+    output.line()
+    output.line("the tensors are spread over these files; lightning-ft consolidate makes one file of them", "dim")
+
+
+def _facts(manifest: Manifest | None, size_bytes: int, step: int | None, epoch: int | None) -> list[list[str]]:
+    facts = [["size", size(size_bytes)]]
     if manifest is None:
         facts.append(["manifest", "none: written by plain Lightning or another tool"])
-        for name, value in (("step", contents.step), ("epoch", contents.epoch)):
+        for name, value in (("step", step), ("epoch", epoch)):
             facts.append([name, "-" if value is None else str(value)])
         return facts
     facts += [

@@ -69,7 +69,7 @@ def verify(
     for url in urls:
         path = options.location(url, chosen, "URL")
         options.existing(storage, path, "URL")
-        if storage.is_file(path):
+        if storage.is_file(path) or storage.is_sharded(path):
             paths.append(path)
             continue
         inside = checkpoint_paths(storage, path)

@@ -13,10 +13,11 @@ import pytest
 
 from lightning_ft import events
 from lightning_ft._names import join
-from lightning_ft.discovery import last_good, list_checkpoints, verify
+from lightning_ft.discovery import last_good, list_checkpoints, select, verify
 from lightning_ft.errors import CheckpointError, SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
+from tests import directories
 from tests.stores.fixtures import Place
 
 
@@ -71,7 +72,9 @@ def save(storage: Storage, path: str, step: int = 1, data: bytes = b"weights") -
 
 
 def put(storage: Storage, path: str, data: bytes) -> None:
-    fsspec.core.url_to_fs(path)[0].pipe_file(path, data)
+    fs = fsspec.core.url_to_fs(path)[0]
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    fs.pipe_file(path, data)
 
 
 def test_a_commit_is_visible_verified_and_alone(storage: Storage, dirpath: str) -> None:
@@ -193,7 +196,7 @@ def test_a_directory_is_no_file(storage: Storage, dirpath: str) -> None:
     save(storage, join(dirpath, "a.ckpt/shard0"))
     with pytest.raises(IsADirectoryError):
         storage.read_manifest(join(dirpath, "a.ckpt"))
-    assert verify(join(dirpath, "a.ckpt")).problem == "a directory, not a single-file checkpoint"
+    assert verify(join(dirpath, "a.ckpt")).problem == "a directory without manifest.json or .metadata: no checkpoint"
 
 
 def test_listings_are_fresh(storage: Storage, dirpath: str) -> None:
@@ -227,3 +230,132 @@ def test_e5_every_flipped_bit_is_found_before_anything_is_used(storage: Storage,
     with file:
         assert found is not None
         assert file.read() == whole
+
+
+# -- checkpoints that are directories --------------------------------------------------------------------------------
+
+
+def test_a_directory_is_a_checkpoint_when_its_manifest_is_there(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "step=00000001.ckpt")
+    attempts = [storage.open_directory(path, directories.TOKEN, leads=leads) for leads in (True, False)]
+    large = b"x" * (20 << 20)
+    records = directories.write(attempts[0], directories.FILES)
+    records |= directories.write(attempts[1], {"__2_0.distcp": large})
+    attempts[1].close()
+    assert last_good(dirpath) is None
+    written = attempts[0].commit(directories.manifest(records))
+    assert storage.listdir(dirpath) == ["step=00000001.ckpt"]
+    assert storage.is_sharded(path)
+    assert not storage.is_file(path)
+    found, size_bytes = storage.read_manifest(path)
+    assert found == written
+    assert size_bytes > written.size_bytes
+    assert verify(path).problem is None
+    chosen = last_good(dirpath)
+    assert chosen is not None
+    assert chosen.path == path
+    with storage.open_verified_file(path, "__2_0.distcp", written.files["__2_0.distcp"]) as file:
+        assert file.read() == large
+    with storage.open_file(path, ".metadata") as file:
+        assert file.read() == directories.FILES[".metadata"]
+
+
+def test_a_directory_that_was_given_up_leaves_nothing(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "step=00000001.ckpt")
+    attempt = storage.open_directory(path, directories.TOKEN, leads=True)
+    with attempt.open_file("__0_0.distcp") as file:
+        file.write(b"x" * (20 << 20))
+    directories.write(attempt, directories.FILES)
+    attempt.abort()
+    attempt.abort()
+    assert storage.listdir(dirpath) == []
+    directories.save(storage, path)  # the next try of the same save
+    assert verify(path).problem is None
+
+
+def test_a_directory_takes_the_place_of_no_checkpoint_of_a_run(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "step=00000001.ckpt")
+    written = directories.save(storage, path)
+    with pytest.raises(SaveError, match="another checkpoint of this name"):
+        directories.save(storage, path)
+    assert storage.read_manifest(path)[0] == written
+    assert storage.listdir(dirpath) == ["step=00000001.ckpt"]
+
+
+@pytest.mark.parametrize("old", ["file", "directory"])
+def test_a_directory_takes_the_place_of_the_last_one(storage: Storage, dirpath: str, old: str) -> None:
+    path = join(dirpath, "last.ckpt")
+    if old == "file":
+        save(storage, path)
+    else:
+        directories.save(storage, path, {".metadata": b"x", "of the old one": b"x"})
+    written = directories.save(storage, path)
+    assert storage.read_manifest(path)[0] == written
+    assert storage.listdir(dirpath) == ["last.ckpt"]
+    assert set(storage.listdir(path)) == {*directories.FILES, "manifest.json"}
+
+
+def test_what_is_missing_of_a_directory_fails_the_save(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "step=00000001.ckpt")
+    attempt = storage.open_directory(path, directories.TOKEN, leads=True)
+    records = directories.write(attempt, directories.FILES)
+    nobody = {"__2_0.distcp": records["__0_0.distcp"]}
+    with pytest.raises(SaveError, match="distcp is missing"):
+        attempt.commit(directories.manifest({**records, **nobody}))
+    attempt.abort()
+    assert storage.listdir(dirpath) == []
+
+
+def test_what_a_kill_leaves_of_a_directory_is_no_checkpoint_and_goes(storage: Storage, dirpath: str) -> None:
+    directories.save(storage, join(dirpath, "step=00000001.ckpt"))
+    attempt = storage.open_directory(join(dirpath, "step=00000002.ckpt"), directories.TOKEN, leads=True)
+    directories.write(attempt, directories.FILES)
+    attempt.close()
+    assert [info.name for info in list_checkpoints(dirpath)] == ["step=00000001.ckpt"]
+    assert select(dirpath).passed_over == ()
+    assert len(storage.remove_leftovers(dirpath)) == 1
+    assert storage.listdir(dirpath) == ["step=00000001.ckpt"]
+
+
+def test_a_directory_that_was_being_deleted_is_no_checkpoint_and_goes(
+    storage: Storage, dirpath: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = join(dirpath, "step=00000001.ckpt")
+    directories.save(storage, path)
+
+    def kill(event: events.Event) -> None:
+        if isinstance(event, events.DeleteHidden):
+            raise KeyboardInterrupt
+
+    stop = events.observe(kill)
+    with pytest.raises(KeyboardInterrupt):
+        storage.remove(path)
+    stop()
+    assert last_good(dirpath) is None
+    assert len(storage.remove_leftovers(dirpath)) == 1
+    assert storage.listdir(dirpath) == []
+
+
+def test_e5_every_flipped_bit_of_a_directory_is_found(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "step=00000001.ckpt")
+    directories.save(storage, path)
+    for name in (*directories.FILES, "manifest.json"):
+        with storage.open_file(path, name) as file:
+            whole = file.read()
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2] ^= 4
+        put(storage, join(path, name), bytes(damaged))
+        problem = verify(path).problem
+        assert problem is not None
+        assert ("manifest" if name == "manifest.json" else name) in problem
+        assert select(dirpath).chosen is None
+        put(storage, join(path, name), whole)
+    assert verify(path).problem is None
+
+
+def test_a_directory_of_plain_lightning_is_foreign(storage: Storage, dirpath: str) -> None:
+    path = join(dirpath, "last.ckpt")
+    for name, data in directories.FILES.items():
+        put(storage, join(path, name), data)
+    assert storage.read_manifest(path)[0] is None
+    assert [info.path for info in select(dirpath).foreign] == [path]

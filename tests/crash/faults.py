@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _direct, events
+from lightning_ft import _direct, _sink, events
 from lightning_ft._names import checkpoint_name, parse_leftover
 from tests.crash.harness import checkpoint
 
@@ -44,7 +44,7 @@ class Run:
 
     def __call__(self) -> None:
         torch.set_num_threads(1)
-        _attempt.BUFFER_BYTES, _attempt.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
+        _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
         _direct.BUFFERS = _direct.DiskBuffers(BUFFER_BYTES, 3)
         if self.uid:
             os.setuid(self.uid)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _direct, _engine, events, rotation
+from lightning_ft import _attempt, _direct, _engine, _sink, events, rotation
 from lightning_ft._names import KEY, checkpoint_name, parse_leftover
 from lightning_ft._recorder import KillSwitch
 from lightning_ft.plugin import SaveOptions
@@ -117,7 +117,7 @@ def start(saver: Saver, kill_after_secs: float | None = None) -> int:
 def _save_all(saver: Saver, first_commit: Any) -> None:
     torch.set_num_threads(1)
     # Small buffers, so that a checkpoint of some kilobytes takes several writes, as a large one would.
-    _attempt.BUFFER_BYTES, _attempt.CHUNK_BYTES = 2048, 4096
+    _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = 2048, 4096
     _direct.BUFFERS = _direct.DiskBuffers(4096, 3)
     if saver.broken:
         BREAKAGES[saver.broken]()
@@ -216,15 +216,15 @@ def _in_place() -> None:
 
 def _early_rename() -> None:
     """The final name is there before the data are."""
-    write_all = _attempt.LocalAttempt._write_all
+    put = _attempt.LocalAttempt._put
 
-    def rename_and_write(self: Any, view: memoryview) -> None:
+    def rename_and_put(self: Any, view: memoryview) -> None:
         if self.attempt != self.path:
             os.replace(self.attempt, self.path)
             self.attempt = self.path
-        write_all(self, view)
+        put(self, view)
 
-    _attempt.LocalAttempt._write_all = rename_and_write  # type: ignore[method-assign]
+    _attempt.LocalAttempt._put = rename_and_put  # type: ignore[method-assign]
 
 
 def _delete_first() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 BLOCK_BYTES = 512
@@ -82,6 +82,17 @@ class Disk:
                 return None
             inode = found
         return {name: self.files[i] for (where, name), i in self.names.items() if where == inode and i in self.files}
+
+    def tree(self, path: Sequence[str], directories: Collection[int]) -> dict[str, bytes | dict[str, bytes]] | None:
+        """As `directory`, with those in it that are directories, and their files."""
+        files = self.directory(path)
+        if files is None:
+            return None
+        inode = ROOT
+        for part in path:
+            inode = self.names[inode, part]
+        inside = {name for (where, name), i in self.names.items() if where == inode and i in directories}
+        return {**files, **{name: self.directory([*path, name]) or {} for name in inside}}
 
 
 @dataclass

@@ -28,6 +28,8 @@ class Recording:
         self._next = 1
         self.log: list[Operation] = []
         self.base = Disk()
+        self.directories: set[int] = set()
+        """Inodes of those that were made."""
         for place, directories, files in os.walk(root):
             for name in directories + files:
                 path = f"{place}/{name}"
@@ -48,6 +50,12 @@ class Recording:
     def _ours(self, path: Any) -> bool:
         return isinstance(path, str) and (path == self._root or path.startswith(self._root + "/"))
 
+    def _full(self, path: Any, descriptor: int | None) -> Any:
+        """`path`, which may be below an open directory."""
+        if descriptor is None or descriptor not in self._descriptors:
+            return path
+        return f"{self._descriptors[descriptor][1]}/{path}"
+
     def _file(self, descriptor: int) -> int | None:
         found = self._descriptors.get(descriptor)
         return None if found is None else found[0]
@@ -56,7 +64,8 @@ class Recording:
 
     def _open(self, original: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         descriptor: int = original(path, flags, *args, **kwargs)
-        if self._ours(path) and not flags & os.O_DIRECTORY:
+        path = self._full(path, kwargs.get("dir_fd"))
+        if self._ours(path) and not os.path.isdir(path):
             made = path not in self._inodes
             inode = self._new(path) if made else self._inodes[path]
             self._descriptors[descriptor] = inode, path
@@ -103,10 +112,13 @@ class Recording:
             name = self._name(old)
             inode = self._inodes.pop(old)
             self._inodes[new] = inode
+            below = [path for path in self._inodes if path.startswith(old + "/")]
+            self._inodes |= {new + path[len(old) :]: self._inodes.pop(path) for path in below}
             self.log.append(Names(((self._name(new), inode), (name, None))))
 
     def _unlink(self, original: Any, path: str, *args: Any, **kwargs: Any) -> None:
         original(path, *args, **kwargs)
+        path = self._full(path, kwargs.get("dir_fd"))
         if self._ours(path):
             self.log.append(Names(((self._name(path), None),)))
             del self._inodes[path]
@@ -115,6 +127,7 @@ class Recording:
         original(path, *args, **kwargs)
         if self._ours(path):
             inode = self._new(path)
+            self.directories.add(inode)
             self.log.append(Names(((self._name(path), inode),)))
 
     @contextlib.contextmanager
@@ -123,7 +136,7 @@ class Recording:
         calls = {
             "open": self._open, "close": self._close, "write": self._write, "pwrite": self._pwrite,
             "ftruncate": self._ftruncate, "fsync": self._fsync, "replace": self._rename, "rename": self._rename,
-            "unlink": self._unlink, "remove": self._unlink, "mkdir": self._mkdir,
+            "unlink": self._unlink, "remove": self._unlink, "rmdir": self._unlink, "mkdir": self._mkdir,
         }  # fmt: skip
         originals = {name: getattr(os, name) for name in calls}
 

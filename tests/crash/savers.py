@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _direct, events, rotation
+from lightning_ft import _direct, _sink, events, rotation
 from lightning_ft._names import checkpoint_name
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
@@ -114,7 +114,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def _ours(direct: bool, dirpath: str, step: int, progress: Progress) -> None:
-    _attempt.BUFFER_BYTES, _attempt.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
+    _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
     _direct.BUFFERS = _direct.DiskBuffers(BUFFER_BYTES, 3)
     if not direct:
         _direct.DiskStream._go_direct = lambda self: None  # type: ignore[method-assign]

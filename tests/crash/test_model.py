@@ -229,7 +229,7 @@ def unbroken() -> Iterator[None]:
         (os, "fsync"),
         (_attempt, "attempt_name"),
         (_attempt, "make_dirs"),
-        (_attempt.LocalAttempt, "_write_all"),
+        (_attempt.LocalAttempt, "_put"),
         (Storage, "open_attempt"),
         (_engine.Writer, "_write"),
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ft import _calls, _s3_upload
+from lightning_ft import _calls, _s3_parts
 from lightning_ft._names import checkpoint_name
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
@@ -80,7 +80,7 @@ def requests(storage: Storage, dirpath: str) -> Iterator[Counter[str]]:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest that a store takes."""
-    monkeypatch.setattr(_s3_upload, "PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(_s3_parts, "PART_BYTES", 5 * MIB)
 
 
 @pytest.fixture

@@ -96,14 +96,15 @@ def test_a_save_in_the_background_outlives_a_restart_of_the_server(
         attempt: Any = opening(self, path, expected_bytes)
         if not killed:
             killed.append(path)
-            sending = attempt._send
+            parts = attempt._parts
+            sending = parts._send
 
             def send() -> None:
                 sending()
-                if len(attempt._parts) + len(attempt._on_their_way) == 2:
+                if len(parts._parts) + len(parts._on_their_way) == 2:
                     half_way.set()
 
-            attempt._send = send
+            parts._send = send
         return attempt
 
     monkeypatch.setattr(Storage, "open_attempt", open_and_kill)

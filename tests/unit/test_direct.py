@@ -18,7 +18,7 @@ from _archives import archive, maker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ft import _attempt, _direct
+from lightning_ft import _direct, _sink
 from lightning_ft._direct import ALIGN_BYTES, DiskBuffers, DiskStream
 from lightning_ft.discovery import verify
 from lightning_ft.storage import Storage
@@ -33,7 +33,7 @@ Calls = list[tuple[int, int, bool]]
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> DiskBuffers:
     buffers = DiskBuffers(SMALL_BYTES, 3)
     monkeypatch.setattr(_direct, "BUFFERS", buffers)
-    monkeypatch.setattr(_attempt, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(_sink, "BUFFER_BYTES", 1000)
     return buffers
 
 

@@ -17,7 +17,7 @@ import tenacity.nap
 import torch
 from _archives import manifest
 
-from lightning_ft import _attempt, _direct, discovery, events
+from lightning_ft import _attempt, _direct, _disk_file, discovery, events
 from lightning_ft._engine import SaveTask, Writer
 from lightning_ft._staging import Stager
 from lightning_ft.errors import SaveError
@@ -473,7 +473,7 @@ def test_an_error_of_a_class_of_the_store_is_reported_itself(
     def fail(self: Any, view: memoryview) -> None:
         raise ClientError("access denied")
 
-    monkeypatch.setattr(_attempt.LocalAttempt, "_write_all", fail)
+    monkeypatch.setattr(_disk_file.DiskFile, "append", fail)
     writer.save(task(tmp_path / "a.ckpt", large=torch.zeros(3 << 20, dtype=torch.uint8)))
     writer.drain()
     failure = writer.take_failure()

@@ -17,7 +17,7 @@ import xxhash
 from _archives import archive, maker, save
 from fsspec.spec import AbstractBufferedFile
 
-from lightning_ft import _attempt, _direct, events
+from lightning_ft import _attempt, _direct, _disk_file, _sink, events
 from lightning_ft._names import attempt_name, deleted_name, parse_leftover, probe_name
 from lightning_ft.discovery import verify
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
@@ -98,7 +98,8 @@ def test_order_of_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(_attempt, "sync_dir", synced.append)
+    for module in (_attempt, _disk_file):
+        monkeypatch.setattr(module, "sync_dir", synced.append)
     save(str(tmp_path / "a" / "b" / NAME))
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
 
@@ -227,8 +228,8 @@ SIZES = [
     [1] * 200,
     [21, 1, 22, 23],
     [0, 0, 22, 0],
-    [_attempt.BUFFER_BYTES - 1, 2, _attempt.BUFFER_BYTES, 5],
-    [3, _attempt.CHUNK_BYTES + 10, 3],
+    [_sink.BUFFER_BYTES - 1, 2, _sink.BUFFER_BYTES, 5],
+    [3, _sink.CHUNK_BYTES + 10, 3],
 ]
 
 
