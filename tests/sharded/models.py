@@ -30,6 +30,16 @@ class Block(nn.Module):
         return x + self.second(torch.tanh(self.first(x)))
 
 
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.scale = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(x) * self.scale
+        return out
+
+
 class Net(L.LightningModule):
     """Blocks that are sharded one by one, a frozen parameter, one with one element, and buffers.
 
@@ -41,8 +51,7 @@ class Net(L.LightningModule):
     def __init__(self, optimizer: str = "adamw", wrap: Callable[[nn.Module], nn.Module] | None = None) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
-        self.scale = nn.Parameter(torch.ones(1))
+        self.net = nn.Sequential(Block(), Block(), Head())
         self.frozen = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
@@ -67,7 +76,7 @@ class Net(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen += 1
         (x,) = batch
-        loss: Tensor = (self.net(x) * self.scale - x.sum(1, keepdim=True)).square().mean()
+        loss: Tensor = (self.net(x) - x.sum(1, keepdim=True)).square().mean()
         if self.automatic_optimization:
             return loss
         optimizers: Any = self.optimizers()
@@ -89,17 +98,17 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.kind == "sgd":
-            return torch.optim.SGD([*self.net.parameters(), self.scale], lr=0.01, momentum=0.9)
+            return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
         if self.kind == "two":
             return [
                 torch.optim.AdamW(self.net[0].parameters(), lr=1e-3),
                 torch.optim.SGD(
-                    [*self.net[1].parameters(), *self.net[2].parameters(), self.scale], lr=0.01, momentum=0.9
+                    [*self.net[1].parameters(), *self.net[2].parameters()], lr=0.01, momentum=0.9
                 ),
             ]
         biases = [p for n, p in self.net.named_parameters() if n.endswith("bias")]
         # In another order than that of the model.
-        weights = [self.scale, *[p for n, p in self.net.named_parameters() if not n.endswith("bias")][::-1]]
+        weights = [p for n, p in self.net.named_parameters() if not n.endswith("bias")][::-1]
         groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights}]
         return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
 
