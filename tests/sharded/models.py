@@ -102,9 +102,7 @@ class Net(L.LightningModule):
         if self.kind == "two":
             return [
                 torch.optim.AdamW(self.net[0].parameters(), lr=1e-3),
-                torch.optim.SGD(
-                    [*self.net[1].parameters(), *self.net[2].parameters()], lr=0.01, momentum=0.9
-                ),
+                torch.optim.SGD([*self.net[1].parameters(), *self.net[2].parameters()], lr=0.01, momentum=0.9),
             ]
         biases = [p for n, p in self.net.named_parameters() if n.endswith("bias")]
         # In another order than that of the model.
