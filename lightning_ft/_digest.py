@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import pickle
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 _log = logging.getLogger(__name__)
+
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.Size}
+    | {dict, list, tuple, collections.OrderedDict, collections.defaultdict, collections.deque}
+)
 
 
 def digest(batch: Any) -> str | None:
@@ -20,6 +27,21 @@ def digest(batch: Any) -> str | None:
     except Exception as error:  # pickling runs code of the batch's classes, which may raise anything
         _log.debug("no digest of a %s: %s", type(batch).__name__, error)
         return None
+
+
+def digest_of_data(value: Any) -> str | None:
+    """A digest of the plain data in `value`: tensors, arrays, numbers and strings, in dicts, lists and the like.
+
+    Of anything else, and of tensors that are spread over several ranks, only the type counts: nobody knows whether two
+    processes pickle such objects to the same bytes. None when there is no telling.
+    """
+    hasher = xxhash.xxh3_128()
+    try:
+        _DataPickler(hasher).dump(value)
+    except Exception as error:  # a structure that contains itself, or is too deep
+        _log.debug("no digest of a %s: %s", type(value).__name__, error)
+        return None
+    return str(hasher.hexdigest())
 
 
 def _digest(value: Any) -> str:
@@ -43,6 +65,20 @@ class _DigestPickler(pickle.Pickler):
         return None
 
 
+class _DataPickler(_DigestPickler):
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return None
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return _tensor_identity(value.detach())
+        if kind is set or kind is frozenset:
+            return kind.__name__, sorted(str(digest_of_data(item)) for item in value)
+        if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+            return str(value.dtype), value.shape, xxhash.xxh3_128_hexdigest(np.ascontiguousarray(value).data)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+
 class _HashSink:
     def __init__(self, hasher: Any) -> None:
         self._hasher = hasher
@@ -64,9 +100,9 @@ def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
-        # Not `contiguous`: a single element counts as that with any stride, and cannot be viewed as bytes with most.
-        plain = tensor.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
-        bits: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+        plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        # Not `reshape`: a single element is contiguous with any stride, and cannot be viewed as bytes with most.
+        bits: Any = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy() if plain.numel() else b""
         return *kind, xxhash.xxh3_128_hexdigest(bits)
     return *kind, *(_tensor_identity(part) for part in parts)
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from lightning_ft.errors import FaultToleranceError, RankFailure
 
 _T = TypeVar("_T")
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
 _log = logging.getLogger(__name__)
 
 # Long enough for rank 0 to verify a large checkpoint while the others wait for its decision.
@@ -96,6 +98,81 @@ class Ranks:
             return ("error", e if ours else RankFailure(0, f"{type(e).__name__}: {e}")), e
         return answer, None
 
+    def together(self, action: Callable[[], _T]) -> _T:
+        """`action` ran on every rank and on none it failed; returns this rank's own result.
+
+        Whatever one rank cannot do, no rank goes on from: they would wait for it in the next collective.
+
+        Ranks: all. Blocks on: all ranks.
+
+        Raises:
+            FaultToleranceError: The error of the first rank that failed, on every rank, if it is of that tree.
+            RankFailure: On the other ranks, when that rank raised anything else.
+        """
+        if self._group is None:
+            return action()
+        own: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:
+            own = error
+        failures = self.all_gather(None if own is None else self._to_send(own))
+        if own is not None:
+            raise own
+        failed = next((failure for failure in failures if failure is not None), None)
+        if failed is not None:
+            raise failed
+        return result  # type: ignore[no-any-return]
+
+    def _to_send(self, error: Exception) -> FaultToleranceError:
+        if isinstance(error, FaultToleranceError) and _travels(error):
+            return error
+        return RankFailure(self.rank, f"{type(error).__name__}: {error}")
+
+    def decide_with_help(self, decision: Callable[[Callable[[_Q], list[_A]]], _T], help_with: Callable[[_Q], _A]) -> _T:
+        """As `decide`, for a decision that rank 0 does not make alone: it may ask all ranks, itself among them.
+
+        ``decision(ask)`` runs on rank 0; ``ask(question)`` there returns what ``help_with(question)`` has returned on
+        each rank, in rank order, or raises the error of one that failed. Both must be things that can be pickled.
+
+        Ranks: all. Blocks on: rank 0's decision.
+
+        Raises:
+            FaultToleranceError: See `decide`.
+            RankFailure: See `decide`; also for an error of another kind in `help_with`.
+        """
+        if self._group is None:
+            return decision(lambda question: [help_with(question)])
+
+        def ask(question: _Q) -> list[_A]:
+            self.decide(lambda: ("question", question))
+            answers = self._answers(question, help_with)
+            for kind, value in answers:
+                if kind == "error":
+                    raise value
+            return [value for _, value in answers]
+
+        if self.is_zero:
+            return self.decide(lambda: ("decided", decision(ask)))[1]
+        message: Any
+        while (message := self.decide(_by_zero_alone))[0] == "question":
+            self._answers(message[1], help_with)
+        return message[1]  # type: ignore[no-any-return]
+
+    def _answers(self, question: _Q, help_with: Callable[[_Q], _A]) -> list[Any]:
+        answer: tuple[str, Any]
+        try:
+            answer = "answer", help_with(question)
+        except Exception as error:
+            answer = "error", self._to_send(error)
+        return self.all_gather(answer)
+
+    def fill_from_zero(self, tensor: torch.Tensor) -> None:
+        """`tensor`, of one size on all ranks, holds what it holds on rank 0. Blocks on: all ranks."""
+        if self._group is not None:
+            dist.broadcast(tensor, src=0, group=self._group)
+
     def vote(self) -> Vote:
         """A ballot on this group."""
         return Vote(self._group)
@@ -105,6 +182,10 @@ class Ranks:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _by_zero_alone() -> Any:
+    raise AssertionError("only rank 0 runs a decision")
 
 
 def _answered(message: tuple[str, Any], error: Exception | None) -> Any:

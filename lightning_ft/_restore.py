@@ -181,8 +181,8 @@ class Restore:
         """Everything is restored, the random state last; the report is logged and, with `strict`, enforced.
 
         Raises:
-            RestoreError: The run differs from the one saved (`strict`), its data does where a position within an
-                epoch depends on it, or the ranks loaded different checkpoints.
+            RestoreError: The run differs from the one saved (`strict`), or its data does where a position within an
+                epoch depends on it.
         """
         if self._done:
             return
@@ -191,9 +191,6 @@ class Restore:
         if saved is None:
             self._say()
             return
-        generations = self._ranks.all_gather(saved["generation"])
-        if len(set(generations)) > 1:
-            raise RestoreError(f"the ranks loaded different checkpoints: generations {generations}")
         _callbacks.restore_scores(trainer, self._scores)
         _callbacks.restore_weight_averaging(trainer)
         _loops.restore_accumulation(trainer, saved["fingerprint"]["accumulate_grad_batches"])

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
+from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
 from lightning_ft._failure import GIVE_UP_AFTER, agreed_failure
@@ -122,6 +123,7 @@ class Session:
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
             events.observe(self._on_event), _callbacks.see_queued_files(trainer, self._wait_for),
+            compare_next_load(trainer, ranks),
         ]  # fmt: skip
         if plugin is not None:
             sharded = saves_sharded(trainer.strategy)

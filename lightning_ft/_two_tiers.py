@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ft import _names, discovery
 from lightning_ft._disk_file import sync_dir
-from lightning_ft.discovery import Depth, Selection, run_of
+from lightning_ft.discovery import Depth, Selection, Verifying, run_of
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.retention import Retention
@@ -111,7 +111,11 @@ def origin(local_dirpath: str) -> str | None:
 
 
 def select(
-    local_dirpath: str, dirpath: str, depth: Depth = "full", storage_options: Mapping[str, Any] | None = None
+    local_dirpath: str,
+    dirpath: str,
+    depth: Depth = "full",
+    storage_options: Mapping[str, Any] | None = None,
+    verifying: Verifying = discovery.verify,
 ) -> Selection:
     """The newest good checkpoint of both directories; of one that is in both, the local copy.
 
@@ -124,10 +128,10 @@ def select(
     Raises:
         OSError: A directory cannot be listed.
     """
-    local = discovery.select(local_dirpath, depth, None)
+    local = discovery.select(local_dirpath, depth, None, verifying)
     remote = discovery.select(dirpath, "size" if depth == "full" else depth, storage_options)
     if depth == "full" and remote.chosen is not None and _newest(local.chosen, remote.chosen) is remote.chosen:
-        remote = discovery.select(dirpath, depth, storage_options)
+        remote = discovery.select(dirpath, depth, storage_options, verifying)
     passed_over = dict((*local.passed_over, *remote.passed_over))
     chosen = _newest(local.chosen, remote.chosen)
     if chosen is not None and not _one_run(local, remote):

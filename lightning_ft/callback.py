@@ -18,7 +18,9 @@ from typing_extensions import override
 
 from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
+from lightning_ft._fetched import Fetched
 from lightning_ft._session import Session, Settings
+from lightning_ft._shared_verification import SharedVerification
 from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
@@ -232,7 +234,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         dirpath = self._directory(trainer)
         depth: Depth = "full" if plugin is None or plugin.verify == "full" else "size"
         options = plugin.storage_options if plugin is not None else None
-        path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local)
+        fetched, sharing = Fetched(), SharedVerification(ranks.rank, ranks.world_size, options)
+        try:
+            path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local, fetched, sharing)
+            verified_here = ranks.is_zero or path in sharing.took_part_in
+            if plugin is not None and path is not None and ours and depth == "full" and verified_here:
+                plugin.mark_verified(path, fetched.take(path))
+        finally:
+            fetched.close()
         if path is None:
             # Then Lightning takes the ``last.ckpt`` of another `ModelCheckpoint`, if there is one.
             if ranks.is_zero and not any(c._find_last_checkpoints(trainer) for c in self._other_checkpoints(trainer)):
@@ -242,8 +251,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                     )
                 _choose.announce_fresh_start(dirpath, options)
             return set()
-        if plugin is not None and ours and depth == "full" and ranks.is_zero:
-            plugin.mark_verified(path)
         self._chosen = path
         self._forget_choice = _choose.insist(trainer, path)
         return {path}

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from lightning_ft._names import (
     SUFFIX,
@@ -31,6 +31,8 @@ from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.storage import Storage
 
 Depth = Literal["full", "size", "listed"]
+Verifying = Callable[[str, Depth, "Mapping[str, Any] | None"], CheckpointInfo]
+"""What `verify` does, or something that does it in another way."""
 
 _DEPTHS = ("full", "size", "listed")
 _FOREIGN = "no manifest: written by plain Lightning or another tool"
@@ -207,8 +209,30 @@ def _problem(error: CheckpointError | OSError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def verify_and_keep(path: str, storage_options: Mapping[str, Any] | None) -> tuple[CheckpointInfo, BinaryIO | None]:
+    """As `verify` to the depth "full", of one file in a store; and the very bytes that were compared, to be read.
+
+    What is verified by being fetched need not be fetched again. None if it is not good; else to be closed by the
+    caller (see `Storage.open_verified`).
+    """
+    storage = Storage(storage_options)
+    info = _examine(storage, normalise(path))
+    if info.problem is not None:
+        return info, None
+    try:
+        file, manifest = storage.open_verified(info.path)
+    except StorageError:
+        raise  # It says nothing of the file.
+    except (CheckpointError, OSError) as error:
+        return replace(info, problem=_problem(error)), None
+    return replace(info, manifest=manifest), file
+
+
 def select(
-    dirpath: str | os.PathLike[str], depth: Depth = "full", storage_options: Mapping[str, Any] | None = None
+    dirpath: str | os.PathLike[str],
+    depth: Depth = "full",
+    storage_options: Mapping[str, Any] | None = None,
+    verifying: Verifying = verify,
 ) -> Selection:
     """The newest checkpoint of the newest run that is good to this depth, and what was passed over for it.
 
@@ -222,21 +246,29 @@ def select(
 
     Ranks: zero; the answer is broadcast. Blocks on: reading the chosen checkpoint once, if `depth` is "full".
 
+    Args:
+        dirpath: The directory.
+        depth: How good: see `verify`.
+        storage_options: For `fsspec`, used with URLs only.
+        verifying: What looks into a candidate.
+
     Raises:
         OSError: The directory cannot be listed.
     """
-    selection = _select(dirpath, depth, storage_options)
+    selection = _select(dirpath, depth, storage_options, verifying)
     for _ in range(_LOOKS_AGAIN):
         # What is gone since it was listed was rotated away by a living run, which has committed a newer one.
         if not any(reason == _MISSING for _, reason in selection.passed_over):
             break
-        selection = _select(dirpath, depth, storage_options)
+        selection = _select(dirpath, depth, storage_options, verifying)
     for path, reason in selection.passed_over:
         emit(PassedOver(path, reason))
     return selection
 
 
-def _select(dirpath: str | os.PathLike[str], depth: Depth, storage_options: Mapping[str, Any] | None) -> Selection:
+def _select(
+    dirpath: str | os.PathLike[str], depth: Depth, storage_options: Mapping[str, Any] | None, verifying: Verifying
+) -> Selection:
     storage = Storage(storage_options)
     dirpath = normalise(dirpath)
     entries = _candidates(storage, dirpath)
@@ -244,7 +276,7 @@ def _select(dirpath: str | os.PathLike[str], depth: Depth, storage_options: Mapp
 
     def verify_once(info: CheckpointInfo) -> CheckpointInfo:
         if info.path not in verified:
-            verified[info.path] = verify(info.path, depth, storage_options)
+            verified[info.path] = verifying(info.path, depth, storage_options)
         return verified[info.path]
 
     if len(entries) > 2 * LOOKED_AT_FIRST:

@@ -7,14 +7,18 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, BinaryIO, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft import _names, events
+from lightning_ft._broadcast import load_once
 from lightning_ft._dist import Ranks
 from lightning_ft._engine import Writer
 from lightning_ft._failure import Failure, agreed_failure, take_failure
@@ -22,6 +26,7 @@ from lightning_ft._loading import Loading
 from lightning_ft._plan import Late
 from lightning_ft._save_options import SaveOptions, manifest_of, options_of
 from lightning_ft._save_task import SaveTask
+from lightning_ft._sharded_loading import load_into
 from lightning_ft._sharded_writer import sharded_save
 from lightning_ft._sharding import Agreed, Sharding, Unstaged, stage
 from lightning_ft._staging import Staged, Stager
@@ -64,6 +69,10 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             What is not as it was written is removed, and the save has failed. Of a local file the kernel's page cache
             is dropped before, so that the disk itself is asked as far as it lets. With ``"full"`` rotation counts only
             on checkpoints that were read whole by this process.
+        load: Who reads a checkpoint that all ranks load. ``"each"``: every rank for itself. ``"broadcast"``: rank 0
+            alone, and it sends the others what it has loaded, tensor by tensor, so that storage is read once however
+            many ranks there are. For DDP, and for whatever of a sharded strategy is in one file; then all ranks have to
+            call `load_checkpoint`, and tensors come to the CPU.
         on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
             there and the run goes on; the third failure in a row stops it.
         retries: How often a write is tried again after an error that may pass (timeouts, connections, busy storage).
@@ -82,6 +91,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         when_busy: Literal["wait", "newest", "skip"] = "wait",
         verify: Literal["full", "size", "off"] = "full",
         verify_after_write: Literal[False, "size", "full"] = False,
+        load: Literal["each", "broadcast"] = "each",
         on_error: Literal["raise", "warn"] = "raise",
         retries: int = 3,
         storage_options: dict[str, Any] | None = None,
@@ -91,6 +101,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         _require("when_busy", when_busy, ("wait", "newest", "skip"))
         _require("verify", verify, ("full", "size", "off"))
         _require("verify_after_write", verify_after_write, (False, "size", "full"))
+        _require("load", load, ("each", "broadcast"))
         _require("on_error", on_error, ("raise", "warn"))
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise ConfigurationError(f"retries={retries!r}: must be an integer of at least 0")
@@ -101,6 +112,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self.when_busy = when_busy
         self.verify = verify
         self.verify_after_write = verify_after_write
+        self.load = load
         self.on_error = on_error
         self.retries = retries
         self.storage_options = storage_options
@@ -310,15 +322,42 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
         A file without a manifest (plain Lightning wrote it) is loaded and said to be unverified.
 
+        Ranks: any, each for itself; all, with ``load="broadcast"``.
+
         Raises:
+            ConfigurationError: Another `map_location` than the CPU, which ``load="broadcast"`` does not have.
             CorruptCheckpointError: The file is not what was written, or was ours and has lost its manifest.
             FileNotFoundError: There is no such file.
         """
         path = _names.normalise(path)
         self.drain()
-        if weights_only is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
-            weights_only = False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
-        return self._loading.load(path, map_location, weights_only)
+        load = partial(self._loading.load, path, map_location, self._weights_only(weights_only))
+        return load() if self.load == "each" else load_once(load, map_location)
+
+    def load_sharded(
+        self,
+        path: str | os.PathLike[str],
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] | None,
+        *,
+        strict: bool,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """A sharded `module` and its `optimizers` are filled from `path`, a directory or a file; returns the rest.
+
+        Ranks: all. Thread: main. See `_sharded_loading.load_into`.
+        """
+        path = _names.normalise(path)
+        self.drain()
+        return load_into(
+            self._loading, path, module, optimizers,
+            strict=strict, weights_only=self._weights_only(weights_only), once=self.load == "broadcast",
+        )  # fmt: skip
+
+    def _weights_only(self, given: bool | None) -> bool | None:
+        if given is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
+            return False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
+        return given
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -377,6 +416,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             SaveError: A save failed and nobody has reported it yet (unless another error is on its way already).
         """
         self._between_fits = True
+        self._loading.forget_fetched()
         try:
             self.before_optimizer_step()
         finally:
@@ -417,9 +457,14 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             raise failure.error
         _log.warning("%s", failure.error)
 
-    def mark_verified(self, path: str) -> None:
-        """`path` was verified in full by this process a moment ago; loading it does not hash it again."""
-        self._loading.mark_verified(path)
+    def mark_verified(self, path: str, fetched: BinaryIO | None = None) -> None:
+        """`path` was verified in full by this process a moment ago; loading it does not hash it again.
+
+        Args:
+            path: The checkpoint.
+            fetched: The bytes that were compared, if they came from a store; will be closed.
+        """
+        self._loading.mark_verified(path, fetched)
 
     def _check_weights_only(self, checkpoint: dict[str, Any], path: str) -> None:
         problems = not_weights_only(checkpoint)

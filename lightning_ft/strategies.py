@@ -16,15 +16,17 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import strategies as theirs
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ft._places import note_wrapper
 from lightning_ft._wrappers import plain_name, plain_names, plain_optimizer_state
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -70,9 +72,33 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
             state = {self.weights_key: checkpoint.pop("state_dict")}
             for number, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
                 state[f"optimizer_{number}"] = optimizer_state
-            cast(Any, plugin).save_sharded(state, checkpoint, path, storage_options)
+            plugin.save_sharded(state, checkpoint, path, storage_options)
         elif self.is_global_zero:
             plugin.save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Weights and, for a fit, optimizers are what rank 0's `checkpoint_path` holds; returns the rest. Ranks: all.
+
+        Weights are copied to where they belong and not given to `load_state_dict`, whose hooks do not run.
+
+        Raises:
+            CheckpointError: It is damaged; nothing has changed.
+            RestoreError: It does not fit; nothing has changed.
+        """
+        path = self.broadcast(os.fspath(checkpoint_path))
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        return self._plugin().load_sharded(
+            path,
+            module,
+            self.optimizers if fitting else None,
+            strict=module.strict_loading,
+            weights_only=weights_only,
+        )
 
     @override
     def teardown(self) -> None:
@@ -132,15 +158,20 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
     def _setup_model(self, model: Module) -> Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        if self.root_device.type != "cpu" or any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
-            return super()._setup_model(model)
+        module, wrapped = model, any(isinstance(m, FullyShardedDataParallel) for m in model.modules())
+        if self.root_device.type != "cpu" or wrapped:
+            model = super()._setup_model(model)
+            note_wrapper(module, model)
+            return model
         model = FullyShardedDataParallel(model, **self._fsdp_arguments())
         # It is wrapped now, of which Lightning would warn where a policy is given.
         given, self.kwargs = self.kwargs, {k: v for k, v in self.kwargs.items() if k != "auto_wrap_policy"}
         try:
-            return super()._setup_model(model)
+            model = super()._setup_model(model)
         finally:
             self.kwargs = given
+        note_wrapper(module, model)
+        return model
 
     @contextlib.contextmanager
     @override

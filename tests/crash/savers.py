@@ -7,6 +7,7 @@ import os
 import stat
 import struct
 import tempfile
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,8 @@ from lightning_ft import _direct, _sink, events, rotation
 from lightning_ft._names import checkpoint_name
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
+from lightning_ft.storage import Storage
+from tests import directories
 from tests.crash.harness import RUN_ID, checkpoint
 
 NUMBERS = 40_000  # of each of two tensors: a file takes several writes of `BUFFER_BYTES`
@@ -154,6 +157,46 @@ def _ours_without(sync: str, dirpath: str, step: int, progress: Progress) -> Non
         os.fsync = fsync
 
 
+def _ours_sharded(early_manifest: bool, dirpath: str, step: int, progress: Progress) -> None:
+    """The files of two ranks, one commit, and rotation. With `early_manifest` wrong: the last shard comes after it."""
+    _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
+    _direct.BUFFERS = _direct.DiskBuffers(BUFFER_BYTES, 3)
+    storage, generation = Storage(), uuid.uuid4().hex
+    path = f"{dirpath}/{checkpoint_name(step)}"
+    ranks = [storage.open_directory(path, generation[:16], leads=not rank) for rank in range(2)]
+    records = {}
+    for number, (name, tensor) in enumerate(weights(step).items()):
+        with ranks[number % 2].open_file(f"__{number % 2}_{number}.distcp") as file:
+            torch.save({name: tensor}, file)
+            records[file.name] = file.finish()
+    records |= directories.write(ranks[0], {".metadata": b"table", "meta.pt": b"rest"})
+    ranks[1].close()
+    late = f"{path}/{min(records)}"
+    if early_manifest:
+        data = Path(ranks[0].attempt, min(records)).read_bytes()
+        os.truncate(f"{ranks[0].attempt}/{min(records)}", 0)
+        ranks[0]._sizes = lambda: {name: record.size_bytes for name, record in records.items()}  # type: ignore[method-assign]
+    ranks[0].commit(directories.manifest(records, step, generation))
+    if early_manifest:
+        with open(late, "wb") as raw:
+            raw.write(data)
+            raw.flush()
+            os.fsync(raw.fileno())
+    progress.step = step
+    if step > 1:
+        storage.remove(f"{dirpath}/{checkpoint_name(step - 1)}")
+
+
+def _load_sharded(path: Path) -> dict[str, Any]:
+    info = ft.verify(str(path))
+    if info.problem is not None:
+        raise ValueError(info.problem)
+    loaded: dict[str, Any] = {}
+    for shard in sorted(path.glob("*.distcp")):
+        loaded |= torch.load(shard, weights_only=True)
+    return loaded
+
+
 def _load_ours(path: Path) -> dict[str, Any]:
     info = ft.verify(str(path))
     if info.problem is not None:
@@ -220,6 +263,9 @@ def _load_dcp(path: Path) -> dict[str, Any]:
 WAYS: dict[str, Way] = {
     "direct": Way("`lightning_ft`", partial(_ours, True), checkpoint_name, _load_ours),
     "cached": Way("`lightning_ft`, no direct I/O", partial(_ours, False), checkpoint_name, _load_ours),
+    "sharded": Way(
+        "`lightning_ft`, sharded (two ranks)", partial(_ours_sharded, False), checkpoint_name, _load_sharded
+    ),
     "lightning": Way("Lightning's own plugin", _lightning, checkpoint_name, _load_file),
     "lightning_same_disk": Way(
         "the same, `TMPDIR` on the same disk", _lightning_same_disk, checkpoint_name, _load_file
@@ -229,7 +275,8 @@ WAYS: dict[str, Way] = {
     "new_directory": Way("", _ours_in_a_new_directory, _name_in_a_new_directory, _load_ours),
     "no_file_sync": Way("", partial(_ours_without, "file"), checkpoint_name, _load_ours),
     "no_directory_sync": Way("", partial(_ours_without, "directory"), checkpoint_name, _load_ours),
+    "manifest_before_a_shard": Way("", partial(_ours_sharded, True), checkpoint_name, _load_sharded),
 }
-OURS = ("direct", "cached")
+OURS = ("direct", "cached", "sharded")
 OTHERS = ("lightning", "lightning_same_disk", "fsspec", "dcp")
 BREAKAGES = ("no_file_sync", "no_directory_sync")

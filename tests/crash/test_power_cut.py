@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,12 @@ def test_the_disk_loses_what_we_do_not_sync(missing: str, file_system: str) -> N
     """Our own saver without one of its syncs is caught on the real disk."""
     found = list(matrix.crashes(missing, file_system, partial(some, 0, ""), check=what_is_wrong))
     assert [o for o in found if o.torn or o.nothing_left or o.lost or o.wrong]
+
+
+@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
+def test_a_manifest_before_the_last_shard_is_caught(file_system: str) -> None:
+    """Everything is synced, in the wrong order: a crash between the two leaves half a checkpoint under its name."""
+    choose = itemgetter(slice(-12, None))
+    found = list(matrix.crashes("manifest_before_a_shard", file_system, choose, only_changing=True))
+    assert [o for o in found if o.torn]
+    assert not [o for o in found if o.point is None and o.torn]

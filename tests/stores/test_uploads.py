@@ -98,7 +98,7 @@ url, key, secret, endpoint = sys.argv[1:]
 options = {"key": key, "secret": secret, "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
 attempt = Storage(options).open_attempt(url)
 attempt.write(b"x" * (12 << 20))
-attempt._settle()
+attempt._parts._settle()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -1,0 +1,74 @@
+"""Lightning's ordinary dictionary, as one file holds it, from a directory of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from lightning_ft._names import KEY
+from lightning_ft._shards import Saved, Shards, leaves, with_values
+from lightning_ft._wrappers import plain_name
+
+
+def assemble(
+    shards: Shards, weights_only: bool | None, progress: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
+    """What ``state_dict_type="full"`` would have saved: whole tensors on the CPU, optimizer states by position.
+
+    Everything is verified before anything is unpickled. Memory: the result and one saved piece of a tensor.
+
+    Args:
+        shards: The directory, just opened.
+        weights_only: As for `torch.load`, of what is no tensor.
+        progress: Called with the number of bytes read since the last call.
+
+    Raises:
+        CheckpointError: It is damaged, or not all there.
+    """
+    shards.check_presence()
+    entries = list(shards.weights.values())
+    for tree in shards.optimizers:
+        entries += leaves(tree)
+    shards.verify(shards.files_of(entries))
+    checkpoint = shards.read_rest(weights_only)
+    found = shards.read_objects(entries, weights_only, progress)
+    checkpoint["state_dict"] = {name: found[saved.key] for name, saved in shards.weights.items()}
+    if shards.optimizers:
+        states = [with_values(tree, found) for tree in shards.optimizers]
+        positions = _positions(shards.weights, states, checkpoint)
+        checkpoint["optimizer_states"] = [_by_position(state, positions) for state in states]
+    return checkpoint
+
+
+def _positions(weights: dict[str, Saved], states: list[dict[str, Any]], checkpoint: dict[str, Any]) -> dict[str, int]:
+    """Which parameter of the model has which name, as Lightning's sharded strategies count them for one file."""
+    named = {plain_name(name) for state in states for group in state["param_groups"] for name in group["params"]}
+    saved = checkpoint.get(KEY) or {}
+    order = [plain_name(name) for name in saved.get("requires_grad", {})]
+    if not named.issubset(order):  # then the order of the parameters that are optimized is all that is known
+        order = [name for name in weights if name in named]
+    order += sorted(named.difference(order))
+    return {name: position for position, name in enumerate(order)}
+
+
+def _by_position(state: dict[str, Any], positions: dict[str, int]) -> dict[str, Any]:
+    groups = [
+        {**group, "params": [positions[plain_name(name)] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    values = {positions[plain_name(name)]: _with_numbers(of_name) for name, of_name in state["state"].items()}
+    return {"state": dict(sorted(values.items())), "param_groups": groups}
+
+
+def _with_numbers(tree: Any) -> Any:
+    """Keys of nested state that were numbers are numbers again: in a directory all keys are text."""
+    if not isinstance(tree, dict):
+        return tree
+    numbered: dict[Any, Any] = {}
+    for key, value in tree.items():
+        name: Any = key
+        with suppress(ValueError):
+            name = int(key)
+        numbered[name] = _with_numbers(value)
+    return numbered
