@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from lightning_ft._names import KEY
+from lightning_ft._positions import by_position
 from lightning_ft._shards import Saved, Shards, leaves, with_values
 from lightning_ft._wrappers import plain_name
 
@@ -36,39 +36,16 @@ def assemble(
     checkpoint["state_dict"] = {name: found[saved.key] for name, saved in shards.weights.items()}
     if shards.optimizers:
         states = [with_values(tree, found) for tree in shards.optimizers]
-        positions = _positions(shards.weights, states, checkpoint)
-        checkpoint["optimizer_states"] = [_by_position(state, positions) for state in states]
+        order = _order(shards.weights, states, checkpoint)
+        checkpoint["optimizer_states"] = [by_position(state, order) for state in states]
     return checkpoint
 
 
-def _positions(weights: dict[str, Saved], states: list[dict[str, Any]], checkpoint: dict[str, Any]) -> dict[str, int]:
-    """Which parameter of the model has which name, as Lightning's sharded strategies count them for one file."""
+def _order(weights: dict[str, Saved], states: list[dict[str, Any]], checkpoint: dict[str, Any]) -> list[str]:
+    """The names of the parameters in the order of the model."""
     named = {plain_name(name) for state in states for group in state["param_groups"] for name in group["params"]}
     saved = checkpoint.get(KEY) or {}
     order = [plain_name(name) for name in saved.get("requires_grad", {})]
     if not named.issubset(order):  # then the order of the parameters that are optimized is all that is known
         order = [name for name in weights if name in named]
-    order += sorted(named.difference(order))
-    return {name: position for position, name in enumerate(order)}
-
-
-def _by_position(state: dict[str, Any], positions: dict[str, int]) -> dict[str, Any]:
-    groups = [
-        {**group, "params": [positions[plain_name(name)] for name in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    values = {positions[plain_name(name)]: _with_numbers(of_name) for name, of_name in state["state"].items()}
-    return {"state": dict(sorted(values.items())), "param_groups": groups}
-
-
-def _with_numbers(tree: Any) -> Any:
-    """Keys of nested state that were numbers are numbers again: in a directory all keys are text."""
-    if not isinstance(tree, dict):
-        return tree
-    numbered: dict[Any, Any] = {}
-    for key, value in tree.items():
-        name: Any = key
-        with suppress(ValueError):
-            name = int(key)
-        numbered[name] = _with_numbers(value)
-    return numbered
+    return order + sorted(named.difference(order))

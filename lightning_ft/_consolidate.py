@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import secrets
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ft.__about__ import __version__
@@ -27,9 +27,10 @@ from lightning_ft.storage import Storage
 if TYPE_CHECKING:
     import torch
 
+    from lightning_ft._shards import Shards
+
 Progress = Callable[[int], None]
 
-DCP_METADATA = ".metadata"
 SUFFIXES = (".ckpt", ".safetensors")
 # How Lightning names the number of batches trained, among its loops.
 _BATCHES = ("loops", "fit_loop", "epoch_loop.batch_progress", "total", "processed")
@@ -42,7 +43,7 @@ def consolidate(storage: Storage, source: str, target: str, progress: Progress) 
 
     Args:
         storage: Where both are.
-        source: A checkpoint file, or a local directory of `torch.distributed.checkpoint`.
+        source: A checkpoint file, or a directory of shards.
         target: Its suffix, one of `SUFFIXES`, decides what is written.
         progress: Called with the number of bytes read since the last call.
 
@@ -51,7 +52,7 @@ def consolidate(storage: Storage, source: str, target: str, progress: Progress) 
 
     Raises:
         CheckpointError: `source` is damaged, or nothing that is known here.
-        ImportError: torch, lightning or safetensors is needed for this and not there.
+        ImportError: torch or safetensors is needed for this and not there.
     """
     sharded = not storage.is_file(source)
     if target.endswith(".safetensors"):
@@ -59,7 +60,7 @@ def consolidate(storage: Storage, source: str, target: str, progress: Progress) 
         _write_safetensors(storage, target, tensors, facts)
         return None
     if sharded:
-        return _save_shards(storage, source, target)
+        return _save_shards(storage, source, target, progress)
     return _copy_archive(storage, source, target, progress)
 
 
@@ -117,58 +118,42 @@ def _new_manifest(contents: Contents | None, size_bytes: int, digest: str, step:
 # -- from shards -----------------------------------------------------------------------------------------------------
 
 
-def load_shards(storage: Storage, source: str) -> dict[str, Any]:
-    """The dictionary that plain Lightning would load, from a directory of `torch.distributed.checkpoint`.
+def load_shards(storage: Storage, source: str, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """What one file of the same checkpoint would hold, from a directory of ours or of plain Lightning, at any URL.
 
-    Memory: all of it. torch reads ``.metadata`` as a pickle, which can execute anything: from trusted places only.
+    Memory: all of it. Everything is verified before it is unpickled, as far as there is a manifest.
 
     Raises:
-        CheckpointError: `source` is no such directory, or no local one.
+        CheckpointError: `source` is no such directory, or damaged.
     """
-    if not is_local(source):
-        raise CheckpointError(f"{source}: shards are read from local directories only; copy it to one first")
-    if not storage.exists(join(source, DCP_METADATA)):
-        raise CheckpointError(f"{source} is neither a checkpoint file nor a sharded one: it has no {DCP_METADATA}")
-    from lightning.fabric.utilities.load import _load_distributed_checkpoint
-    from torch.distributed.checkpoint.api import CheckpointException
+    from lightning_ft._assembling import assemble
 
-    try:
-        checkpoint = _load_distributed_checkpoint(Path(source))
-    # torch raises anything for shards that are missing or cut off, and its own class is no `Exception`.
-    except (Exception, CheckpointException) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = f"its shards cannot be read: {type(cause).__name__}: {cause}"
-        raise CorruptCheckpointError(source, reason) from error
-    # As `lightning.pytorch.utilities.consolidate_checkpoint` does for what its FSDP strategy wrote.
-    if "model" in checkpoint and "state_dict" not in checkpoint:
-        checkpoint["state_dict"] = checkpoint.pop("model")
-    names = sorted((n for n in checkpoint if re.fullmatch("optimizer_[0-9]+", n)), key=lambda n: int(n[10:]))
-    if names:
-        checkpoint["optimizer_states"] = [_numbered(checkpoint.pop(name)) for name in names]
-    return checkpoint
+    with closing(_shards(storage, source)) as shards:
+        return assemble(shards, None, progress)
 
 
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as its own `load_state_dict` takes it: the parameters by position, and not by name."""
-    groups, of_parameters = state.get("param_groups", []), state.get("state", {})
-    positions = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
-    if not of_parameters.keys() <= positions.keys():
-        return state  # of no kind that is known here
-    return {
-        **state,
-        "state": {positions[name]: of_parameters[name] for name in sorted(of_parameters, key=positions.__getitem__)},
-        "param_groups": [{**group, "params": [positions[name] for name in group["params"]]} for group in groups],
-    }
+def _shards(storage: Storage, source: str) -> Shards:
+    from lightning_ft._shards import Shards
+
+    return Shards(storage, source, "full")
 
 
-def _save_shards(storage: Storage, source: str, target: str) -> Manifest:
-    checkpoint = load_shards(storage, source)
+def _save_shards(storage: Storage, source: str, target: str, progress: Progress) -> Manifest:
+    checkpoint = load_shards(storage, source, progress)
+    manifest, _ = storage.read_manifest(source)
     from lightning_ft import _serialise
 
     step, epoch = (value if isinstance(value, int) else 0 for value in map(checkpoint.get, ("global_step", "epoch")))
+
+    def make_manifest(size_bytes: int, digest: str) -> Manifest:
+        if manifest is None:
+            return _new_manifest(None, size_bytes, digest, step, epoch)
+        # The same save in another form.
+        return replace(manifest, size_bytes=size_bytes, digest=digest, files={})
+
     with storage.open_attempt(target) as attempt:
         _serialise.save(checkpoint, attempt)
-        return attempt.commit(lambda size_bytes, digest: _new_manifest(None, size_bytes, digest, step, epoch))
+        return attempt.commit(make_manifest)
 
 
 # -- to `.safetensors` -----------------------------------------------------------------------------------------------
@@ -199,14 +184,18 @@ def _weights_of_file(
 def _weights_of_shards(
     storage: Storage, source: str, progress: Progress
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    import torch
-
-    checkpoint = load_shards(storage, source)
-    weights = checkpoint.get("state_dict", {})
-    tensors = {name: _own(value) for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    if not tensors:
-        raise CheckpointError(f"{source} has no state_dict with tensors in it")
-    return tensors, {"step": str(checkpoint.get("global_step")), "epoch": str(checkpoint.get("epoch"))}
+    with closing(_shards(storage, source)) as shards:
+        saved = {name: entry for name, entry in shards.weights.items() if entry.is_tensor}
+        if not saved:
+            raise CheckpointError(f"{source} has no state_dict with tensors in it")
+        shards.check_presence()
+        shards.verify(shards.files_of(saved.values()))
+        rest = shards.read_rest(None)
+        found = shards.read_objects(saved.values(), None, progress)
+        facts = {"step": str(rest.get("global_step")), "epoch": str(rest.get("epoch"))}
+        if shards.manifest is not None:
+            facts["generation"] = shards.manifest.generation
+        return {name: _own(found[entry.key]) for name, entry in saved.items()}, facts
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

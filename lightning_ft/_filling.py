@@ -48,9 +48,10 @@ class WholeFile:
     Args:
         path: For messages.
         checkpoint: Lightning's dictionary; the weights and the optimizer states are taken out of it.
+        parameters: The names of the parameters of the model that will be filled, in its order.
     """
 
-    def __init__(self, path: str, checkpoint: dict[str, Any]) -> None:
+    def __init__(self, path: str, checkpoint: dict[str, Any], parameters: Sequence[str]) -> None:
         self.path = path
         self._values: dict[str, Any] = {}
         if "state_dict" not in checkpoint:
@@ -61,7 +62,7 @@ class WholeFile:
         states = checkpoint.pop("optimizer_states", [])
         self.optimizers: list[dict[str, Any]] = []
         for number, state in enumerate(states):
-            names = _names_of_positions(state, layout[number] if number < len(layout) else None)
+            names = _names_of_positions(state, layout[number] if number < len(layout) else None, parameters)
             self.optimizers.append(
                 {
                     "state": {
@@ -107,12 +108,17 @@ class WholeFile:
         return {saved.key: self._values[saved.key] for saved in entries}
 
 
-def _names_of_positions(state: dict[str, Any], layout: list[dict[str, Any]] | None) -> dict[Any, str]:
+def _names_of_positions(
+    state: dict[str, Any], layout: list[dict[str, Any]] | None, of_model: Sequence[str]
+) -> dict[Any, str]:
     """The names behind the positions in an optimizer's state, as far as they were saved."""
     positions = [p for group in state["param_groups"] for p in group["params"]]
     if all(isinstance(position, str) for position in positions):
         return {position: plain_name(position) for position in positions}
     names = [name for group in layout or [] for name in group["names"]]
+    if layout is None and positions != list(range(len(positions))) and len(set(positions)) == len(positions):
+        # Lightning's FSDP and ModelParallel count all parameters of the model, and torch those of the optimizer.
+        return {position: of_model[position] for position in positions if position < len(of_model)}
     if len(names) != len(positions) or len(set(names)) != len(names) or any(n.startswith("(unnamed") for n in names):
         return {}
     return {position: plain_name(name) for position, name in zip(positions, names, strict=True)}

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ft._wrappers import plain_name
 from lightning_ft.state import optimizer_layout
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
@@ -54,7 +55,7 @@ class ModuleTree:
         """Which parameters are trained, by name; the same object again while that is so. Not to be changed."""
         self._look()
         if list(self._trained.values()) != [p.requires_grad for p in self._parameters]:
-            names = [name for name, _ in self._root.named_parameters()]
+            names = [plain_name(name) for name, _ in self._root.named_parameters()]
             self._trained = dict(zip(names, [p.requires_grad for p in self._parameters], strict=True))
         return self._trained
 

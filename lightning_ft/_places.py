@@ -111,6 +111,18 @@ def _root(module: nn.Module) -> nn.Module:
     return (wrapper() if wrapper is not None else None) or module
 
 
+def described(module: nn.Module) -> dict[int, list[tuple[str, list[int]]]]:
+    """Behind each parameter object of `module`, by id, the plain names and whole shapes of what is in it."""
+    if module not in _ROOTS:
+        named = module.named_parameters(remove_duplicate=False)
+        return {id(p): [(plain_name(name), list(p.shape))] for name, p in named}
+    places = Places(module)
+    return {
+        identity: [(name, list(places.by_name[name].shape)) for name in names]
+        for identity, names in places.names_of.items()
+    }
+
+
 class Places:
     """Every parameter and persistent buffer of a model, by plain name. The model must not be changed meanwhile.
 

@@ -31,6 +31,7 @@ from lightning_ft._broadcast import load_once
 from lightning_ft._dist import Ranks
 from lightning_ft._filling import Filling, WholeFile, objects_of
 from lightning_ft._loading import Loading
+from lightning_ft._places import Places
 from lightning_ft._shards import Shards
 
 
@@ -126,7 +127,7 @@ def _from_file(
     if _names.is_local(path):
         loading.mark_verified(path)
     checkpoint = ranks.together(load)
-    source = ranks.together(lambda: WholeFile(path, checkpoint))
+    source = ranks.together(lambda: WholeFile(path, checkpoint, Places(module).parameter_names()))
     objects = source.read_objects(objects_of(source, optimizers is not None), None)
     filling = ranks.together(lambda: Filling(source, objects, module, optimizers, strict=strict))
     ranks.together(lambda: filling.fill(source.read_objects(filling.small, None)))

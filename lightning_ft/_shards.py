@@ -258,8 +258,7 @@ class Shards:
         for name, items in self._by_file(pickled, key=lambda item: item[0]):
             with self._opened(name) as file:
                 for index, key in items:
-                    data = io.BytesIO(self._bytes_of(file, index))
-                    found[key] = torch.load(data, map_location="cpu", weights_only=weights_only is not False)
+                    found[key] = self._unpickled(file, index, weights_only is not False)
         return found
 
     def read(self, wanted: Iterable[Wanted], progress: Callable[[int], None] = lambda _: None) -> None:
@@ -300,10 +299,18 @@ class Shards:
         return items
 
     def _piece(self, file: BinaryIO, index: Any) -> Tensor:
-        tensor = torch.load(io.BytesIO(self._bytes_of(file, index)), map_location="cpu", weights_only=True)
+        tensor = self._unpickled(file, index, weights_only=True)
         if not isinstance(tensor, Tensor):
             raise CorruptCheckpointError(self.path, f"{index.fqn} is no tensor")
         return tensor
+
+    def _unpickled(self, file: BinaryIO, index: Any, weights_only: bool) -> Any:
+        data = io.BytesIO(self._bytes_of(file, index))
+        try:
+            return torch.load(data, map_location="cpu", weights_only=weights_only)
+        except Exception as error:  # whatever damaged pickles raise
+            reason = f"{index.fqn} in {self._file_of(index)} cannot be read: {type(error).__name__}: {error}"
+            raise CorruptCheckpointError(self.path, reason) from error
 
     def _bytes_of(self, file: BinaryIO, index: Any) -> bytes:
         info = self._info(index)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ft._places import described
+from lightning_ft._wrappers import plain_name
 from lightning_ft.errors import RestoreError
 
 
@@ -40,18 +42,21 @@ def optimizer_layout(optimizers: Sequence[Optimizer], module: nn.Module) -> list
     torch stores optimizer state by position only; without the names a changed order of two equal shapes swaps their
     moments in silence.
     """
-    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
-    return [
-        [
-            {
-                "names": [names.get(id(p), f"(unnamed {i})") for i, p in enumerate(group["params"])],
-                "shapes": [list(p.shape) for p in group["params"]],
-                "dtypes": [str(p.dtype) for p in group["params"]],
-            }
-            for group in optimizer.param_groups
-        ]
-        for optimizer in optimizers
+    known = described(module)
+    return [[_layout_of(group["params"], known) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _layout_of(parameters: Sequence[Tensor], known: dict[int, list[tuple[str, list[int]]]]) -> dict[str, Any]:
+    inside = [
+        (name, shape, str(p.dtype))
+        for i, p in enumerate(parameters)
+        for name, shape in known.get(id(p), [(f"(unnamed {i})", list(p.shape))])
     ]
+    return {
+        "names": [name for name, _, _ in inside],
+        "shapes": [shape for _, shape, _ in inside],
+        "dtypes": [dtype for _, _, dtype in inside],
+    }
 
 
 def match_optimizer_states(
@@ -92,6 +97,7 @@ def match_optimizer_states(
 
 def _order(where: str, then: dict[str, Any], now: dict[str, Any]) -> list[int]:
     """For each present parameter its position among the saved ones."""
+    then = {**then, "names": [plain_name(name) for name in then["names"]]}
     position = {name: i for i, name in enumerate(then["names"])}
     if set(position) != set(now["names"]) or len(position) != len(then["names"]):
         gone = [n for n in then["names"] if n not in now["names"]]
@@ -123,7 +129,9 @@ def restore_state_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def restore_requires_grad(module: nn.Module, saved: dict[str, bool]) -> list[str]:
     """Every parameter is frozen or trained as it was when saved; returns a line for those that were not."""
-    wrong = [(n, p) for n, p in module.named_parameters() if n in saved and p.requires_grad != saved[n]]
+    saved = {plain_name(name): trained for name, trained in saved.items()}
+    named = [(plain_name(name), p) for name, p in module.named_parameters()]
+    wrong = [(name, p) for name, p in named if name in saved and p.requires_grad != saved[name]]
     for name, parameter in wrong:
         parameter.requires_grad_(saved[name])
     if not wrong:
@@ -141,12 +149,14 @@ def held_gradients(module: nn.Module) -> dict[str, Tensor]:
     """
     if getattr(module, "automatic_optimization", True):
         return {}
-    return {name: p.grad.detach().cpu() for name, p in module.named_parameters() if p.grad is not None}
+    return {plain_name(n): p.grad.detach().cpu() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def restore_gradients(module: nn.Module, saved: dict[str, Tensor]) -> None:
     """The parameters hold the gradients they held when saved."""
-    for name, parameter in module.named_parameters():
+    saved = {plain_name(name): gradient for name, gradient in saved.items()}
+    for wrapped_name, parameter in module.named_parameters():
+        name = plain_name(wrapped_name)
         if name in saved:
             parameter.grad = saved[name].to(parameter.device, copy=True)
 

@@ -26,7 +26,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft._places import note_wrapper
+from lightning_ft._places import Places, note_wrapper
+from lightning_ft._positions import by_position
 from lightning_ft._wrappers import plain_name, plain_names, plain_optimizer_state
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -222,18 +223,18 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As Lightning's: by name if sharded, else on rank 0, by position among the model's parameters. Ranks: all."""
         from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
-        from torch.distributed.fsdp import OptimStateKeyType
 
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         assert self.model is not None
+        assert self.lightning_module is not None
         with self._state_dict_type_is_set():
             state: dict[str, Any] = Fsdp.optim_state_dict(self.model, optimizer)
         if self.saves_sharded:
             return plain_optimizer_state(state)
-        if not self.is_global_zero:
-            return {}
-        return Fsdp.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
+        # torch's own function for this sorts the positions in each group, and then another order of the optimizer than
+        # that of the model is lost.
+        return by_position(state, Places(self.lightning_module).parameter_names()) if self.is_global_zero else {}
 
 
 class ModelParallelStrategy(_ShardedCheckpoints, theirs.ModelParallelStrategy):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ft import strategies
 from tests.sharded.story import Chapter, check_loaded, samples, tell
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
@@ -34,10 +33,6 @@ def test_h1_two_ranks_then_four_then_three(kind: str, tmp_path: Path) -> None:
     assert samples(told) == {epoch: list(range(48)) for epoch in range(2)}
 
 
-@pytest.mark.skipif(
-    "load_checkpoint" not in vars(strategies._ShardedCheckpoints),
-    reason="the strategies still load as Lightning's do, which do not know each other's names",
-)
 def test_h2_from_one_kind_to_the_next(tmp_path: Path) -> None:
     """Full to sharded, sharded to full, FSDP to FSDP2 and to DDP and back."""
     kinds = ["fsdp-sharded", "fsdp2-full", "fsdp2-sharded", "fsdp-full", "ddp", "fsdp2-sharded", "ddp"]
