@@ -60,7 +60,7 @@ class Recorder(pl.Callback):
             "learning rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
             "weights": digest(_weights(trainer, pl_module)),
             "requires_grad": digest({n: p.requires_grad for n, p in pl_module.named_parameters()}),
-            "optimizer state": digest([o.state_dict() for o in trainer.optimizers]),
+            "optimizer state": digest([_sorted(o.state_dict()) for o in trainer.optimizers]),
             "scheduler state": digest([_plain_state(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]),
             "random state": digest(_rng.capture()),
             "callbacks": {name: digest(_without_paths(state)) for name, state in callbacks.items()},
@@ -185,6 +185,13 @@ def _exact(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _exact(v) for k, v in value.items()}
     return digest(value) if value is not None else None
+
+
+def _sorted(state: Any) -> Any:
+    """An optimizer's state without the order in which it came to have its entries, which steps and loads make anew."""
+    if isinstance(state, dict):
+        return {key: _sorted(state[key]) for key in sorted(state, key=str)}
+    return [_sorted(item) for item in state] if isinstance(state, list) else state
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
