@@ -86,4 +86,6 @@ def test_exact_with_other_options(kind: str, tmp_path: Path) -> None:
         partial(other_options, kind=kind), job.Net, partial(s.shuffled, 1), kill_at=[3, 4, 9], root=tmp_path,
         world_size=2,
     )  # fmt: skip
-    assert len(os.listdir(f"{compared.dirpath}-best")) == 1
+    best = Path(f"{compared.dirpath}-best")
+    assert all(ft.verify(str(path)).problem is None for path in best.iterdir())
+    assert list(best.iterdir())

@@ -21,7 +21,7 @@ from tests.stores.fixtures import Place
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
-# On whichever rank it happens first, and what the other one sees of it by itself.
+# Those of its files come on the rank that writes them, all others on rank 0.
 POINTS = [f"{event}@0" for event in events.DIRECTORY_KILL_POINTS] + ["FileWritten@1", "FileSynced@1"]
 
 
