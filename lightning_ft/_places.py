@@ -123,6 +123,26 @@ def described(module: nn.Module) -> dict[int, list[tuple[str, list[int]]]]:
     }
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What of `tensor` is in the memory of this rank, detached."""
+    from torch.distributed.tensor import DTensor
+
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
+    """`local`, the part of this rank, as a tensor that is cut like `parameter`."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
 class Places:
     """Every parameter and persistent buffer of a model, by plain name. The model must not be changed meanwhile.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class Net(L.LightningModule):
     """Blocks that are sharded one by one, a frozen parameter, one with one element, and buffers.
 
     Args:
-        optimizer: "adamw" (two parameter groups), "sgd" (with momentum) or "two" (one for each half, by hand).
+        optimizer: "adamw" (two parameter groups), "sgd" (with momentum), "flat" (the same, of what FSDP has flattened)
+            or "two" (one for each half, by hand).
         wrap: Applied to the blocks before they are sharded: `torch.compile`, activation checkpointing.
     """
 
@@ -99,12 +101,12 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.kind == "sgd":
             return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+        if self.kind == "flat":  # FSDP with use_orig_params=False
+            return torch.optim.SGD(self.trainer.strategy.model.parameters(), lr=0.01, momentum=0.9)
         if self.kind == "two":
             return [
                 torch.optim.AdamW(self.net[0].parameters(), lr=1e-3),
-                torch.optim.SGD(
-                    [*self.net[1].parameters(), *self.net[2].parameters()], lr=0.01, momentum=0.9
-                ),
+                torch.optim.SGD([*self.net[1].parameters(), *self.net[2].parameters()], lr=0.01, momentum=0.9),
             ]
         biases = [p for n, p in self.net.named_parameters() if n.endswith("bias")]
         # In another order than that of the model.
@@ -130,6 +132,8 @@ def strategy(kind: str, world_size: int) -> Any:
     name, _, form = kind.removeprefix("plain.").partition(".")
     if name == "fsdp":
         arguments: dict[str, Any] = {"auto_wrap_policy": {Block}, "state_dict_type": form.partition("-")[0]}
+        if form.endswith("-compiled"):  # a block within would be sharded behind the compiler's back
+            arguments["auto_wrap_policy"] = {torch._dynamo.OptimizedModule}
         if form.endswith("-flat"):
             arguments["use_orig_params"] = False
         return PlainFSDP(**arguments) if plain else ft.FSDPStrategy(**arguments)
@@ -169,7 +173,9 @@ def gathered(trainer: L.Trainer) -> dict[str, Tensor]:
         state: Any = get_optimizer_state_dict(model, optimizer, options=options)
         for name, values in state["state"].items():
             found.update({f"{number}.{name}.{key}": value.detach().clone() for key, value in values.items()})
-    return found
+    # Which torch takes out in some of these cases, and in some not.
+    prefixes = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+    return {prefixes.sub("", name): value for name, value in found.items()}
 
 
 def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
