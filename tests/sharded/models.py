@@ -54,7 +54,7 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(3)
         self.net = nn.Sequential(Block(), Block(), Head())
-        self.frozen = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(5, WIDTH), requires_grad=optimizer == "flat")
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.kind, self.wrap = optimizer, wrap
