@@ -15,6 +15,7 @@ from lightning_ft import _loops, _names, _two_tiers, discovery
 from lightning_ft._dist import Ranks
 from lightning_ft._fallback import last_of_others
 from lightning_ft._fetched import Fetched
+from lightning_ft._shared_verification import Ask, SharedVerification
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft.discovery import Verifying
 from lightning_ft.errors import CheckpointError, NoUsableCheckpointError
@@ -30,23 +31,34 @@ def choose_for_all(
     storage_options: dict[str, Any] | None,
     local: LocalTier | None,
     fetched: Fetched,
+    sharing: SharedVerification,
 ) -> tuple[str | None, bool]:
     """What `choose` says on rank 0, on every rank; in a local directory only what every rank sees there.
 
-    Ranks: all (a broadcast, and if the choice is local a gather).
+    Rank 0 decides and verifies a single file; a checkpoint that is a directory is verified by all ranks together.
+
+    Ranks: all (a broadcast, and if the choice is local a gather; for each directory that is verified both).
 
     Raises:
         NoUsableCheckpointError: See `choose`; also if the only checkpoints are local ones of another machine.
         ConfigurationError: The local directory holds checkpoints of something else.
     """
-    path, ours = ranks.decide(lambda: choose(dirpath, depth, storage_options, local, fetched.verify))
+
+    def decide(ask: Ask) -> tuple[str | None, bool]:
+        return choose(dirpath, depth, storage_options, local, sharing.verifying(ask, fetched.verify))
+
+    def decide_without_local(ask: Ask) -> tuple[str | None, bool]:
+        verifying = sharing.verifying(ask, fetched.verify)
+        return _without_local(str(path), blind, dirpath, depth, storage_options, verifying)
+
+    path, ours = ranks.decide_with_help(decide, sharing.help_with)
     if local is None or path is None or _names.split(path)[0] != local.dirpath:
         return path, ours
     found = ranks.all_gather(_generation(path))
     blind = [rank for rank, generation in enumerate(found) if generation is None or generation != found[0]]
     if not blind:
         return path, ours
-    return ranks.decide(lambda: _without_local(path, blind, dirpath, depth, storage_options, fetched))
+    return ranks.decide_with_help(decide_without_local, sharing.help_with)
 
 
 def _generation(path: str) -> str | None:
@@ -63,10 +75,10 @@ def _without_local(
     dirpath: str,
     depth: discovery.Depth,
     storage_options: dict[str, Any] | None,
-    fetched: Fetched,
+    verifying: Verifying,
 ) -> tuple[str | None, bool]:
     reason = f"not seen by rank{'s' if len(blind) > 1 else ''} {', '.join(map(str, blind))}"
-    chosen = choose(dirpath, depth, storage_options, verifying=fetched.verify)
+    chosen = choose(dirpath, depth, storage_options, verifying=verifying)
     if chosen[0] is None:
         raise NoUsableCheckpointError(dirpath, [(path, f"{reason}, and there is no other in dirpath")])
     _log.warning("passed over %s: %s; the run goes on from %s", path, reason, chosen[0])

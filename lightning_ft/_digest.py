@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,9 @@ class _HashSink:
 
 def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     kind = str(tensor.layout), str(tensor.dtype), tuple(tensor.shape)
+    shards = _shards(tensor)
+    if shards is not None:
+        return *kind, *((where, _tensor_identity(part)) for where, part in shards)
     if tensor.layout == torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -101,3 +105,16 @@ def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
         bits: Any = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy() if plain.numel() else b""
         return *kind, xxhash.xxh3_128_hexdigest(bits)
     return *kind, *(_tensor_identity(part) for part in parts)
+
+
+def _shards(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
+    """What this rank holds of a tensor that is spread over the ranks, and where it lies in it; None if it is not."""
+    # Whoever made such a tensor has imported its module, which takes its time.
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        mesh = tensor.device_mesh
+        return [(f"{tuple(mesh.shape)} {mesh.get_coordinate()} {tensor.placements}", tensor.to_local())]
+    sharded = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if sharded is not None and isinstance(tensor, sharded.ShardedTensor):
+        return [(str(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+    return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,11 +17,16 @@ from lightning_ft import _loops, _rng, events
 from lightning_ft._digest import digest
 
 KillPoint = int | str
-"""A batch number (killed at its end), or an event of the save protocol, such as ``"Renamed"`` or ``"Renamed:2"``."""
+"""A batch number (killed at its end), or an event of the save protocol, such as ``"Renamed"`` or ``"Renamed:2"``.
+
+``"DataSynced:2@1"`` and ``"5@1"`` kill rank 1 alone, and nobody else; without a rank each kills itself there.
+"""
 
 
 class Recorder(pl.Callback):
     """Appends one line of JSON per trained batch, validated batch, epoch and end of training to a file.
+
+    Of weights and optimizer state that are spread over the ranks each rank writes down what it holds.
 
     Lines reach the operating system at once, so they survive a SIGKILL of the process. A value that differs in one
     bit has another digest.
@@ -51,9 +58,9 @@ class Recorder(pl.Callback):
             "batch": digest(batch),
             "output": _exact(outputs),
             "learning rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
-            "weights": digest(dict(pl_module.state_dict())),
+            "weights": digest(_weights(trainer, pl_module)),
             "requires_grad": digest({n: p.requires_grad for n, p in pl_module.named_parameters()}),
-            "optimizer state": digest([o.state_dict() for o in trainer.optimizers]),
+            "optimizer state": digest([_sorted(o.state_dict()) for o in trainer.optimizers]),
             "scheduler state": digest([_plain_state(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]),
             "random state": digest(_rng.capture()),
             "callbacks": {name: digest(_without_paths(state)) for name, state in callbacks.items()},
@@ -82,7 +89,7 @@ class Recorder(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One line: how it ended."""
         values = {
-            "weights": digest(dict(pl_module.state_dict())),
+            "weights": digest(_weights(trainer, pl_module)),
             "global step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "metrics": {name: _exact(value) for name, value in sorted(trainer.callback_metrics.items())},
@@ -96,13 +103,31 @@ def check_kill_point(point: KillPoint) -> None:
     Raises:
         ValueError: It is no batch number from 1 on, and no event.
     """
-    if isinstance(point, int):
-        if point < 1:
-            raise ValueError(f"kill point {point!r}: batches are counted from 1")
-        return
-    name, _, count = point.partition(":")
-    if name not in events.EVENT_TYPES or (count and not count.isdecimal()):
+    _parse(point)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where and on which rank (None: any) to kill."""
+
+    event: type[events.Event] | None
+    count: int
+    rank: int | None
+
+
+def _parse(point: KillPoint) -> _Place:
+    where, at, rank = str(point).partition("@")
+    name, colon, count = where.partition(":")
+    if (at and not rank.isdecimal()) or (colon and not count.isdecimal()):
+        raise ValueError(f"kill point {point!r}: write 'NAME:COUNT@RANK', the last two as numbers, or without them")
+    on_rank = int(rank) if at else None
+    if name in events.EVENT_TYPES:
+        return _Place(events.EVENT_TYPES[name], int(count or 1), on_rank)
+    if colon or not name.lstrip("-").isdecimal():
         raise ValueError(f"kill point {point!r}: give a batch number or one of {', '.join(events.KILL_POINTS)}")
+    if int(name) < 1:
+        raise ValueError(f"kill point {point!r}: batches are counted from 1")
+    return _Place(None, int(name), on_rank)
 
 
 class KillSwitch(pl.Callback):
@@ -110,19 +135,19 @@ class KillSwitch(pl.Callback):
 
     Args:
         point: See `KillPoint`.
+        rank: Of this process.
     """
 
-    def __init__(self, point: KillPoint) -> None:
-        self._batch = point if isinstance(point, int) else None
+    def __init__(self, point: KillPoint, rank: int = 0) -> None:
+        self._place = _parse(point)
+        self._left = self._place.count
         self._forget: Callable[[], None] | None = None
-        if isinstance(point, str):
-            check_kill_point(point)
-            name, _, count = point.partition(":")
-            self._event, self._left = events.EVENT_TYPES[name], int(count or 1)
+        self._here = self._place.rank in (None, rank)
+        if self._here and self._place.event is not None:
             self._forget = events.observe(self._on_event)
 
     def _on_event(self, event: events.Event) -> None:
-        if type(event) is self._event:
+        if type(event) is self._place.event:
             self._left -= 1
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -131,8 +156,26 @@ class KillSwitch(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The end of the batch that was named."""
-        if self._batch is not None and _loops.progress(trainer).batch == self._batch:
+        if self._here and self._place.event is None and _loops.progress(trainer).batch == self._place.count:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _weights(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    """The module's state; with FSDP the shards that this rank holds, since asking for the state would gather them."""
+    module = trainer.strategy.model
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if module is None or fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
+        return dict(pl_module.state_dict())
+    state: dict[str, Any] = {}
+    managed: set[int] = set()
+    for number, part in enumerate(fsdp.FullyShardedDataParallel.fsdp_modules(module)):
+        if part._handle is not None:
+            flat = part._handle.flat_param
+            # After a validation the outermost one still holds all of its parameters, and its shard beside them.
+            state[f"shard {number}"] = getattr(flat, "_local_shard", flat)
+            managed |= {id(p) for p in (flat, *(flat._params or ()))}
+    state.update({name: p for name, p in module.named_parameters() if id(p) not in managed})
+    return {**state, **dict(module.named_buffers())}
 
 
 def _exact(value: Any) -> Any:
@@ -142,6 +185,13 @@ def _exact(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _exact(v) for k, v in value.items()}
     return digest(value) if value is not None else None
+
+
+def _sorted(state: Any) -> Any:
+    """An optimizer's state without the order in which it came to have its entries, which steps and loads make anew."""
+    if isinstance(state, dict):
+        return {key: _sorted(state[key]) for key in sorted(state, key=str)}
+    return [_sorted(item) for item in state] if isinstance(state, list) else state
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Shards:
         self._depth = depth
         self._open_files: dict[str, BinaryIO] = {}
         self._held = ExitStack()
-        self.manifest: Manifest | None = storage.read_manifest(path)[0]
+        self.manifest: Manifest | None = self._read_manifest()
         self._compared = self.manifest is not None and depth == "full"
         self._metadata = self._read_metadata()
         self.weights: dict[str, Saved] = {}
@@ -108,6 +108,16 @@ class Shards:
         self._held.close()
 
     # -- what is in it -------------------------------------------------------------------------------------------
+
+    def _read_manifest(self) -> Manifest | None:
+        try:
+            return self._storage.read_manifest(self.path)[0]
+        except IsADirectoryError as error:
+            raise CorruptCheckpointError(
+                self.path,
+                f"is a directory without {METADATA}, neither a checkpoint file nor a sharded one; give a file in it, "
+                'or ckpt_path="last"',
+            ) from error
 
     def _read_metadata(self) -> Metadata:
         try:

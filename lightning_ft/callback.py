@@ -20,6 +20,7 @@ from lightning_ft import _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._session import Session, Settings
+from lightning_ft._shared_verification import SharedVerification
 from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
@@ -233,10 +234,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         dirpath = self._directory(trainer)
         depth: Depth = "full" if plugin is None or plugin.verify == "full" else "size"
         options = plugin.storage_options if plugin is not None else None
-        fetched = Fetched()
+        fetched, sharing = Fetched(), SharedVerification(ranks.rank, ranks.world_size, options)
         try:
-            path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local, fetched)
-            if plugin is not None and path is not None and ours and depth == "full" and ranks.is_zero:
+            path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local, fetched, sharing)
+            verified_here = ranks.is_zero or path in sharing.took_part_in
+            if plugin is not None and path is not None and ours and depth == "full" and verified_here:
                 plugin.mark_verified(path, fetched.take(path))
         finally:
             fetched.close()

@@ -91,7 +91,7 @@ def assert_resume_exact(
             module has them.
         kill_at: Where to kill: a batch number, counted over the whole run; an event of the save protocol
             (`events.KILL_POINTS`) such as ``"Renamed"`` for the first or ``"Renamed:2"`` for the second in that
-            process; or a sequence of these, one per start.
+            process; either on one rank alone, ``"DataSynced@1"``; or a sequence of these, one per start.
         steps: End training after so many optimizer steps (in place of the trainer's `max_steps`); default: where the
             trainer ends.
         world_size: Number of ranks; the trainer must be made for as many (``strategy="ddp", devices=2``).
@@ -246,7 +246,7 @@ def _train(run: _Run, rank: int) -> None:
             trainer.fit_loop.epoch_loop.max_steps = run.steps
         ours: list[pl.Callback] = [Recorder(f"{run.trace}.rank{rank}.jsonl")]
         if run.kill_at is not None:
-            ours.append(KillSwitch(run.kill_at))
+            ours.append(KillSwitch(run.kill_at, rank))
         _loops.callbacks(trainer)[:0] = ours
         model, data = run.make_model(), run.make_data()
         if isinstance(data, pl.LightningDataModule):

@@ -11,6 +11,7 @@
 `memory`           the peak of each of many saves
 `idle`             what the callback costs when nothing is due; `attribution` says where
 `restart`          from a directory to a loaded, verified checkpoint
+`sharded`          sharded saves of two ranks, beside Lightning's own and that of torch
 `stores`           a program of its own (`make bench-stores`): uploads and downloads beside those of s3fs
 `fresh`            a function called in a process of its own
 `figures`          medians and spreads; `targets` what they are to be; `report` and `plot` how they are shown

@@ -20,7 +20,7 @@ import lightning
 import torch
 
 from lightning_ft.__about__ import __version__
-from tests.benchmarks import fresh, idle, limits, memory, plot, report, restart, targets, training
+from tests.benchmarks import fresh, idle, limits, memory, plot, report, restart, sharded, targets, training
 from tests.benchmarks.contenders import CONTENDERS
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.plan import FULL, QUICK, Plan, Shape
@@ -70,6 +70,7 @@ def _arguments() -> tuple[Plan, Path]:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="directory for results (%(default)s)")
     parser.add_argument("--state-mib", type=float, help=f"size of the large state ({FULL.large_mib:g})")
     parser.add_argument("--small-mib", type=float, help=f"size of the state of small tensors ({FULL.small_mib:g})")
+    parser.add_argument("--sharded-mib", type=float, help=f"size of the sharded state ({FULL.sharded_mib:g})")
     parser.add_argument("--rounds", type=int, help=f"each contender runs once in each ({FULL.rounds})")
     parser.add_argument(
         "--steps", type=int, help=f"steps of a throughput window ({FULL.large_steps}, {FULL.small_steps})"
@@ -112,6 +113,7 @@ def _measure(samples: Samples, plan: Plan, scratch: str) -> None:
             _train(samples, plan, shape, turn, scratch)
         for way in _rotated(restart.WAYS, turn):
             samples.add(f"restart.{way}", fresh.call(restart.measure, path, way, plan.threads))
+        _save_sharded(samples, plan, turn, scratch)
     shutil.rmtree(checkpoints)
     for contender in CONTENDERS:
         if contender in ("none", "floor"):
@@ -142,6 +144,16 @@ def _train(samples: Samples, plan: Plan, shape: Shape, turn: int, scratch: str) 
     for contender in CONTENDERS:
         speed = samples.last(f"{shape.name}.{contender}.steps_per_sec")
         samples.add(f"{shape.name}.{contender}", {"throughput": [speed / undisturbed]})
+
+
+def _save_sharded(samples: Samples, plan: Plan, turn: int, scratch: str) -> None:
+    shape = plan.sharded
+    samples.add("sharded.limits", sharded.measure_limits(scratch, shape.size_bytes))
+    for contender in _rotated(sharded.CONTENDERS, turn):
+        _say(f"  two ranks: {contender}")
+        with _scratch(Path(scratch)) as dirpath:
+            measured = sharded.measure(dirpath, contender, shape, plan.batch_rows, plan.threads, plan.sharded_saves)
+        samples.add(f"sharded.{contender}", measured)
 
 
 def _rotated(names: tuple[str, ...], turn: int) -> tuple[str, ...]:

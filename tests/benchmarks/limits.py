@@ -23,12 +23,12 @@ def measure(scratch: str, size_bytes: int, turn: int) -> dict[str, list[float]]:
     # Mapped memory is aligned to pages, which O_DIRECT asks for.
     source, target = mmap.mmap(-1, size_bytes), mmap.mmap(-1, size_bytes)
     with memoryview(source) as data, memoryview(target) as room:
-        _fill(data)
-        _fill(room)
+        fill(data)
+        fill(room)
         path = str(Path(scratch, "limit"))
         candidates: dict[str, tuple[int, Callable[[], float]]] = {
-            "memcpy_1_secs": (3, lambda: _copy(data, room, 1)),
-            "memcpy_2_secs": (3, lambda: _copy(data, room, 2)),
+            "memcpy_1_secs": (3, lambda: copy(data, room, 1)),
+            "memcpy_2_secs": (3, lambda: copy(data, room, 2)),
             "write_secs": (1, lambda: _write(path, data, 0)),
             "direct_secs": (1, lambda: _write(path, data, os.O_DIRECT)),
             "read_secs": (3, lambda: _read(path, data, room)),
@@ -53,7 +53,8 @@ def measure(scratch: str, size_bytes: int, turn: int) -> dict[str, list[float]]:
     return secs
 
 
-def _fill(view: memoryview) -> None:
+def fill(view: memoryview) -> None:
+    """`view` has pages of its own, with bytes that no file system could compress away."""
     generator = torch.Generator().manual_seed(0)
     block = torch.randint(256, (min(PIECE_BYTES, view.nbytes),), dtype=torch.uint8, generator=generator).numpy()
     for start in range(0, view.nbytes, PIECE_BYTES):
@@ -65,7 +66,8 @@ def _pieces(view: memoryview) -> list[memoryview]:
     return [view[start : start + PIECE_BYTES] for start in range(0, view.nbytes, PIECE_BYTES)]
 
 
-def _copy(source: memoryview, target: memoryview, threads: int) -> float:
+def copy(source: memoryview, target: memoryview, threads: int) -> float:
+    """Seconds for a copy, by so many threads of torch's."""
     torch.set_num_threads(threads)
     here, there = torch.frombuffer(source, dtype=torch.uint8), torch.frombuffer(target, dtype=torch.uint8)
     began = time.perf_counter()

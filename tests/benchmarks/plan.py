@@ -36,6 +36,9 @@ class Plan:
 
     large_mib: float = 1024
     small_mib: float = 64
+    sharded_mib: float = 256
+    sharded_saves: int = 4
+    """Of two ranks, per contender and round, the first of which is not counted."""
     rounds: int = 3
     large_steps: int = 6
     """Steps of a throughput window; so many are needed that several saves fall into it."""
@@ -61,10 +64,15 @@ class Plan:
         """Many small tensors."""
         return Shape("small", self.small_mib, SMALL_PARAMETERS)
 
+    @property
+    def sharded(self) -> Shape:
+        """Spread over two ranks."""
+        return Shape("sharded", self.sharded_mib, LARGE_PARAMETERS)
+
     def as_dict(self) -> dict[str, Any]:
         """For the JSON file."""
         return asdict(self)
 
 
 FULL = Plan()
-QUICK = Plan(large_mib=96, rounds=1, small_steps=6, other_memory_saves=3, idle_steps=700, idle_pairs=1)
+QUICK = Plan(large_mib=96, sharded_mib=64, rounds=1, small_steps=6, other_memory_saves=3, idle_steps=700, idle_pairs=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.benchmarks.contenders import TITLES
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.plan import MIB, Plan, Shape
+from tests.benchmarks.sharded import TITLES as SHARDED
 from tests.benchmarks.targets import Outcome
 
 _LIMITS = {
@@ -28,6 +29,7 @@ def text(samples: Samples, plan: Plan, outcomes: list[Outcome]) -> str:
         _memory(samples, plan.large),
         _idle(samples, plan),
         _restart(samples, plan.large),
+        _sharded(samples, plan.sharded),
         _targets(outcomes),
     ]
     return "\n\n".join(parts)
@@ -127,6 +129,29 @@ def _restart(samples: Samples, shape: Shape) -> str:
     for way, title in titles.items():
         ratio = samples.ratio(f"restart.{way}.secs", "restart.lightning.secs")
         lines.append(f"{title:35}{_spread(samples, f'restart.{way}.secs', 1e3)} {_number(ratio, 11, 2)}")
+    return "\n".join(lines)
+
+
+def _sharded(samples: Samples, shape: Shape) -> str:
+    limit = "sharded.limits"
+    lines = [
+        f"Sharded saves of two ranks, {shape.size_bytes / MIB:.0f} MiB together",
+        f"{'':34} {'blocked, ms':>24} {'x Lightning':>11} {'x copy':>7} {'first':>6} {'on disk, ms':>24} "
+        f"{'x Lightning':>11} {'x write':>7}",
+    ]
+    for contender, title in SHARDED.items():
+        blocked, durable = f"sharded.{contender}.blocked_secs", f"sharded.{contender}.durable_secs"
+        row = f"{title:34} {_spread(samples, blocked, 1e3)}"
+        row += f" {_number(samples.ratio(blocked, 'sharded.lightning.blocked_secs'), 11, 2)}"
+        row += f" {_number(samples.ratio(blocked, f'{limit}.memcpy_secs'), 7, 2)}"
+        row += f" {_number(samples.median(f'sharded.{contender}.first_blocked_secs'), 6, 0, 1e3)}"
+        row += f" {_spread(samples, durable, 1e3)}"
+        row += f" {_number(samples.ratio(durable, 'sharded.lightning.durable_secs'), 11, 2)}"
+        row += f" {_number(samples.ratio(durable, f'{limit}.write_secs'), 7, 2)}"
+        lines.append(row)
+    titles = {"memcpy_secs": "both copy in memory", "write_secs": "both write and sync", "direct_secs": "with O_DIRECT"}
+    for name, title in titles.items():
+        lines.append(f"{title:34} {_spread(samples, f'{limit}.{name}', 1e3)}")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from tests.benchmarks import stores
+from tests.benchmarks import sharded, stores
 from tests.benchmarks.contenders import CONTENDERS
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.model import Layers
@@ -37,13 +37,15 @@ def expected() -> list[str]:
     for shape in ("large", "small"):
         names += [f"{shape}.{c}.{q}" for c in CONTENDERS for q in ("steps_per_sec", "throughput", "gap_secs")]
         names += [f"{shape}.{c}.{q}" for c in SAVING for q in ("blocked_secs", "durable_secs", "first_blocked_secs")]
+    names += [f"sharded.limits.{limit}" for limit in ("memcpy_secs", "write_secs")]
+    names += [f"sharded.{c}.{q}_secs" for c in sharded.CONTENDERS for q in ("first_blocked", "blocked", "durable")]
     names += [f"restart.{way}.secs" for way in ("read", "lightning", "ours")]
     names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in ("none", "ours", "added", "floor_added")]
     return names + [f"memory.{c}.{q}_bytes" for c in CHECKPOINTING for q in ("peak", "kept")]
 
 
 def test_a_run_with_a_minute_state_measures_everything(tmp_path: Path) -> None:
-    sizes = "--state-mib 3 --small-mib 1 --rounds 1 --steps 3 --idle-steps 100 --idle-pairs 1"
+    sizes = "--state-mib 3 --small-mib 1 --sharded-mib 1 --rounds 1 --steps 3 --idle-steps 100 --idle-pairs 1"
     command = f"-m tests.benchmarks --quick {sizes} --memory-saves {SAVES} --out".split()
     run = subprocess.run(
         [sys.executable, *command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _direct, _engine, _sink, events, rotation
+from lightning_ft import _attempt, _direct, _save_task, _sink, events, rotation
 from lightning_ft._names import KEY, checkpoint_name, parse_leftover
 from lightning_ft._recorder import KillSwitch
 from lightning_ft.plugin import SaveOptions
@@ -243,13 +243,13 @@ def _delete_first() -> None:
 
 def _early_commit() -> None:
     """The commit is announced before it has happened."""
-    write = _engine.Writer._write
+    write = _save_task.SaveTask.write
 
-    def announce_and_write(self: Any, task: Any, watch: Any) -> Any:
-        events.emit(events.Committed(task.path, task.manifest.step, task.manifest.generation, 0, 0.0))
-        return write(self, task, watch)
+    def announce_and_write(self: Any, target: Any, times: Any) -> Any:
+        events.emit(events.Committed(self.path, self.manifest.step, self.manifest.generation, 0, 0.0))
+        return write(self, target, times)
 
-    _engine.Writer._write = announce_and_write  # type: ignore[method-assign]
+    _save_task.SaveTask.write = announce_and_write  # type: ignore[method-assign]
 
 
 def _stray_names() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _engine, events
+from lightning_ft import _attempt, _save_task, events
 from lightning_ft.storage import Storage
 from tests.crash import harness, parted_store
 from tests.crash.explore import Explored, Explorer, LocalShop, lay_out
@@ -231,7 +231,7 @@ def unbroken() -> Iterator[None]:
         (_attempt, "make_dirs"),
         (_attempt.LocalAttempt, "_put"),
         (Storage, "open_attempt"),
-        (_engine.Writer, "_write"),
+        (_save_task.SaveTask, "write"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
     yield

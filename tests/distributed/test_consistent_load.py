@@ -20,12 +20,17 @@ import torch.distributed as dist
 
 import lightning_ft as ft
 from lightning_ft import _broadcast
+from lightning_ft._choose import choose_for_all
 from lightning_ft._consistent import require_same
 from lightning_ft._digest import digest
 from lightning_ft._dist import Ranks
+from lightning_ft._fetched import Fetched
 from lightning_ft._loading import Loading
 from lightning_ft._names import KEY
+from lightning_ft._shared_verification import SharedVerification
+from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
+from tests import directories
 from tests.distributed.test_failures import start
 from tests.stores import counted
 from tests.trainer import scenarios as s
@@ -33,6 +38,7 @@ from tests.trainer import scenarios as s
 pytestmark = pytest.mark.distributed
 
 LIMIT_SECS = 120
+FILES = {"__0_0.distcp": b"0" * 200, "__1_0.distcp": b"1" * 150, ".metadata": b"2" * 20, "meta.pt": b"3" * 10}
 
 
 # -- two processes, no trainer -----------------------------------------------------------------------------------
@@ -141,6 +147,30 @@ def use(rank: int, directory: Path) -> dict[str, Any]:
         seen[f"plugin {who}"] = digest(plugin.load_checkpoint(url)) == digest(checkpoint())
         seen[f"missing {who}"] = outcome(lambda plugin=plugin: plugin.load_checkpoint(f"{url}.not"))  # type: ignore[misc]
 
+    # a directory is verified by both
+    place = directory / "directories"
+    if rank == 0:
+        for step in (1, 2):
+            directories.save(Storage(), f"{place}/step={step:08}.ckpt", FILES, step)
+    dist.barrier()
+    for name in ("whole", "damaged"):
+        if rank == 0 and name == "damaged":
+            with open(f"{place}/step=00000002.ckpt/__1_0.distcp", "r+b") as file:
+                file.write(b"other")
+        dist.barrier()
+        read: list[tuple[str, str]] = []
+        comparing = Storage.compare
+
+        def compare(self: Storage, path: str, manifest: Any, names: Any = None) -> None:
+            read.extend((os.path.basename(path), name) for name in (manifest.files if names is None else names))  # noqa: B023
+            comparing(self, path, manifest, names)  # noqa: B023
+
+        Storage.compare = compare  # type: ignore[method-assign]
+        sharing = SharedVerification(rank, 2, None)
+        chosen = choose_for_all(ranks, str(place), "full", None, None, Fetched(), sharing)
+        Storage.compare = comparing  # type: ignore[method-assign]
+        seen[f"chosen {name}"] = os.path.basename(str(chosen[0])), chosen[1], sorted(read), len(sharing.took_part_in)
+
     # what was loaded is compared
     a, b = checkpoint(), checkpoint(2)
     bit = checkpoint()
@@ -237,6 +267,15 @@ def test_the_store_is_read_once_with_broadcast(seen: list[dict[str, Any]], direc
     found = {who: n for (_, who), n in counted.read_bytes(directory, "a.ckpt").items()}
     assert set(found) == {"each 0", "each 1", "broadcast 0"}
     assert all(size_bytes <= n < 1.5 * size_bytes for n in found.values())  # and the tail, for the manifest
+
+
+def test_a_directory_is_verified_by_both_ranks_each_file_once(seen: list[dict[str, Any]]) -> None:
+    first, second = "step=00000001.ckpt", "step=00000002.ckpt"
+    shares = [["__0_0.distcp"], [".metadata", "__1_0.distcp", "meta.pt"]]
+    for x, share in zip(seen, shares, strict=True):
+        assert x["chosen whole"] == (second, True, [(second, name) for name in share], 1)
+        # The next one is taken on both, when one rank finds damage in its share.
+        assert x["chosen damaged"] == (first, True, [(d, name) for d in (first, second) for name in share], 2)
 
 
 def test_different_checkpoints_are_an_error_on_all_ranks(seen: list[dict[str, Any]]) -> None:
