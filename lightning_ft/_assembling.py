@@ -27,13 +27,14 @@ def assemble(
         CheckpointError: It is damaged, or not all there.
     """
     shards.check_presence()
-    entries = list(shards.weights.values())
+    entries = [*shards.weights.values(), *leaves(shards.nested)]
     for tree in shards.optimizers:
         entries += leaves(tree)
     shards.verify(shards.files_of(entries))
     checkpoint = shards.read_rest(weights_only)
     found = shards.read_objects(entries, weights_only, progress)
     checkpoint["state_dict"] = {name: found[saved.key] for name, saved in shards.weights.items()}
+    checkpoint["state_dict"] |= with_values(shards.nested, found)
     if shards.optimizers:
         states = [with_values(tree, found) for tree in shards.optimizers]
         order = _order(shards.weights, states, checkpoint)

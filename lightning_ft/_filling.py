@@ -33,6 +33,7 @@ class Source(Protocol):
 
     path: str
     weights: dict[str, Saved]
+    nested: dict[str, Any]
     optimizers: list[dict[str, Any]]
 
     def read(self, wanted: Iterable[Wanted]) -> None:
@@ -58,6 +59,7 @@ class WholeFile:
             raise CheckpointError(f"{path} has no state_dict: it holds no model")
         weights = checkpoint.pop("state_dict")
         self.weights = {plain_name(name): self._leaf(f"state_dict.{name}", value) for name, value in weights.items()}
+        self.nested: dict[str, Any] = {}
         layout = (checkpoint.get(KEY) or {}).get("optimizers", [])
         states = checkpoint.pop("optimizer_states", [])
         self.optimizers: list[dict[str, Any]] = []
@@ -126,7 +128,7 @@ def _names_of_positions(
 
 def objects_of(source: Source, optimizers: bool) -> list[Saved]:
     """What is no large tensor and has to be known first: options of parameter groups, step counters, pickled things."""
-    found = [saved for saved in source.weights.values() if not saved.is_tensor]
+    found = [saved for saved in source.weights.values() if not saved.is_tensor] + leaves(source.nested)
     for tree in source.optimizers if optimizers else []:
         found += leaves(tree["param_groups"])
         found += [leaf for leaf in leaves(tree["state"]) if not leaf.is_tensor or _is_single(leaf)]
@@ -163,8 +165,7 @@ class Filling:
         self._source = source
         self._objects = objects
         self._places = Places(module)
-        self._module = module
-        self._extras: list[tuple[nn.Module, str, Any]] = []
+        self._kept: list[tuple[nn.Module, str, Any]] = []
         self._small_weights: list[tuple[Place, Saved]] = []
         self.wanted: list[Wanted] = []
         """What this rank reads."""
@@ -189,8 +190,11 @@ class Filling:
             for place, saved in self._small_weights:
                 place.local().copy_(small[saved.key])
         self._source.read(self.wanted)
-        for module, _, value in self._extras:
-            module.set_extra_state(value)
+        for module, name, value in self._kept:
+            if name == "_extra_state":
+                module.set_extra_state(value)
+            else:
+                setattr(module, name, value.to(getattr(module, name).device))
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             optimizer.load_state_dict(state)
             restore_state_dtypes(optimizer, state)
@@ -200,14 +204,18 @@ class Filling:
     def _plan_weights(self, strict: bool) -> None:
         found: dict[str, Saved] = {}
         unexpected = []
-        owners = {plain_name(name): module for name, module in self._module.named_modules()}
         for name, saved in self._source.weights.items():
             canonical = self._places.canonical(name)
             if canonical in self._places.by_name and saved.is_tensor:
                 if canonical == name or canonical not in found:
                     found[canonical] = saved
-            elif name.rpartition(".")[2] == "_extra_state" and _has_extra_state(owners.get(name.rpartition(".")[0])):
-                self._extras.append((owners[name.rpartition(".")[0]], name, self._objects.get(saved.key)))
+            elif (keeper := self._places.keeper(name)) is not None:
+                self._kept.append((*keeper, self._whole(saved)))
+            else:
+                unexpected.append(name)
+        for name, tree in self._source.nested.items():
+            if (keeper := self._places.keeper(name)) is not None:
+                self._kept.append((*keeper, with_values(tree, self._objects)))
             else:
                 unexpected.append(name)
         missing = [name for name in self._places.by_name if name not in found]
@@ -235,6 +243,14 @@ class Filling:
                 self._small_weights.append((place, saved))
             else:
                 self.wanted.append(Wanted(saved, place.pieces, place.local))
+
+    def _whole(self, saved: Saved) -> Any:
+        """A value of which this rank needs all; a tensor is empty yet."""
+        if not saved.is_tensor or saved.key in self._objects:
+            return self._objects.get(saved.key)
+        whole = torch.empty(saved.shape or (), dtype=saved.dtype)
+        self.wanted.append(Wanted(saved, (Piece.whole(saved.shape or ()),), lambda: whole))
+        return whole
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
@@ -375,10 +391,6 @@ def _slice_of(tensor: Tensor, start: int, length: int) -> Callable[[], Tensor]:
 def _own(value: Any) -> Any:
     """A step counter must not be shared by the parameters whose it was, nor with the checkpoint."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _has_extra_state(module: nn.Module | None) -> bool:
-    return module is not None and type(module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _size_bytes(saved: Saved) -> int:

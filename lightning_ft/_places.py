@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -123,6 +123,26 @@ def described(module: nn.Module) -> dict[int, list[tuple[str, list[int]]]]:
     }
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What of `tensor` is in the memory of this rank, detached."""
+    from torch.distributed.tensor import DTensor
+
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
+    """`local`, the part of this rank, as a tensor that is cut like `parameter`."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
 class Places:
     """Every parameter and persistent buffer of a model, by plain name. The model must not be changed meanwhile.
 
@@ -140,6 +160,7 @@ class Places:
         """Further names of a tensor that has several, with its first one."""
         self.flat: dict[int, nn.Parameter] = {}
         """Parameters that FSDP made of several, by id."""
+        self._owners = {plain_name(name): owner for name, owner in module.named_modules()}
         self._add_flattened(_root(module))
         self._add_others(module)
 
@@ -196,6 +217,24 @@ class Places:
                 self.by_name[name] = _place_of(name, tensor)
                 if isinstance(tensor, nn.Parameter):
                     self.names_of[id(tensor)] = [name]
+
+    def unplaced(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that nothing can be loaded into: no parameter or buffer, nor what a module saves besides."""
+        return [n for n in names if self.canonical(n) not in self.by_name and self.keeper(n) is None]
+
+    def keeper(self, name: str) -> tuple[nn.Module, str] | None:
+        """The module that saves something of its own as `name`, and what it is called there.
+
+        That is "_extra_state", of any module that has it, or the persistent state of a metric.
+        """
+        owner, _, short = plain_name(name).rpartition(".")
+        module = self._owners.get(owner)
+        if module is None:
+            return None
+        extra = short == "_extra_state" and type(module).set_extra_state is not nn.Module.set_extra_state
+        kept: Any = getattr(module, "_persistent", None)  # of torchmetrics, which need not be there
+        metric = isinstance(kept, dict) and kept.get(short) and isinstance(getattr(module, short, None), Tensor)
+        return (module, short) if extra or metric else None
 
     def parameter_names(self) -> list[str]:
         """Of the parameters, in the order of the model."""

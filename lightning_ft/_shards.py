@@ -96,6 +96,8 @@ class Shards:
         self._metadata = self._read_metadata()
         self.weights: dict[str, Saved] = {}
         """By plain name, in the order in which they were saved."""
+        self.nested: dict[str, Any] = {}
+        """What is among the weights and is no tensor, but a tree of values as in `optimizers`."""
         self.optimizers: list[dict[str, Any]] = []
         """Trees of dictionaries and lists with `Saved` for leaves: ``{"state": ..., "param_groups": ...}``."""
         self._sort_entries()
@@ -148,8 +150,10 @@ class Shards:
             else:
                 saved = Saved(key, None, None)
             path = self._metadata.planner_data.get(key, (key,))
-            if path[0] in _WEIGHTS and len(path) > 1:
-                self.weights[plain_name(".".join(map(str, path[1:])))] = saved
+            if path[0] in _WEIGHTS and len(path) == 2:
+                self.weights[plain_name(str(path[1]))] = saved
+            elif path[0] in _WEIGHTS and len(path) > 2:
+                _put(self.nested, (plain_name(str(path[1])), *path[2:]), saved)
             elif (match := _OPTIMIZER.match(str(path[0]))) and len(path) > 1:
                 _put(optimizers.setdefault(int(match[1]), {}), path[1:], saved)
             else:

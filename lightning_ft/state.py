@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ft._places import described
+from lightning_ft._places import described, like_parameter, local_part
 from lightning_ft._wrappers import plain_name
 from lightning_ft.errors import RestoreError
 
@@ -149,16 +149,27 @@ def held_gradients(module: nn.Module) -> dict[str, Tensor]:
     """
     if getattr(module, "automatic_optimization", True):
         return {}
-    return {plain_name(n): p.grad.detach().cpu() for n, p in module.named_parameters() if p.grad is not None}
+    return {plain_name(n): local_part(p.grad).cpu() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def restore_gradients(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """The parameters hold the gradients they held when saved."""
+    """The parameters hold the gradients they held when saved; of a sharded one, the part of this rank.
+
+    Raises:
+        RestoreError: A parameter is cut into other parts than when saved.
+    """
     saved = {plain_name(name): gradient for name, gradient in saved.items()}
     for wrapped_name, parameter in module.named_parameters():
         name = plain_name(wrapped_name)
-        if name in saved:
-            parameter.grad = saved[name].to(parameter.device, copy=True)
+        if name not in saved:
+            continue
+        present = local_part(parameter)
+        if saved[name].shape != present.shape:
+            raise RestoreError(
+                f"the gradient of {name} was kept in parts of shape {tuple(saved[name].shape)}, and this run has "
+                f"{tuple(present.shape)}: gradients are not dealt out anew. Save after optimizer.zero_grad()"
+            )
+        parameter.grad = like_parameter(saved[name].to(present.device, copy=True), parameter)
 
 
 def versions() -> dict[str, str]:

@@ -38,6 +38,7 @@ __all__ = ["FSDPStrategy", "ModelParallelStrategy"]
 class _ShardedCheckpoints(theirs.ParallelStrategy):
     """Checkpoints through the plugin. Ranks: all call save and load, at the same points."""
 
+    _names_known_of: Module | None = None
     saves_through_plugin = True
     """What `FaultTolerantCheckpoint` asks of a strategy that has a `save_checkpoint` of its own."""
 
@@ -69,6 +70,7 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
         """`checkpoint` is on its way to `filepath`, of which rank 0's is taken. Ranks: all."""
         path = self.broadcast(os.fspath(filepath))
         plugin = self._plugin()
+        self._require_known_names(checkpoint["state_dict"])
         if self.saves_sharded:
             state = {self.weights_key: checkpoint.pop("state_dict")}
             for number, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -76,6 +78,24 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
             plugin.save_sharded(state, checkpoint, path, storage_options)
         elif self.is_global_zero:
             plugin.save_checkpoint(checkpoint, path, storage_options)
+
+    def _require_known_names(self, weights: dict[str, Any]) -> None:
+        """Once: what is saved can be loaded. A `state_dict` of the user's own may name things as it likes."""
+        module = self.lightning_module
+        assert module is not None
+        if module is self._names_known_of:
+            return
+        places = Places(module)
+        unknown = places.unplaced(weights)
+        missing = [] if not module.strict_loading else sorted(places.by_name.keys() - map(places.canonical, weights))
+        unknown, missing = self.broadcast((unknown, missing))  # only rank 0 may have all weights
+        if unknown or missing:
+            raise ConfigurationError(
+                f"state_dict() of {type(module).__name__}, or of a module in it, gives {unknown[:5]}, which are no "
+                f"parameters or buffers, and leaves out {missing[:5]}: {type(self).__name__} could not load that. Keep "
+                "what is no parameter in on_save_checkpoint; to leave something out, set strict_loading = False"
+            )
+        self._names_known_of = module
 
     @override
     def load_checkpoint(

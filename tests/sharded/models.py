@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class Net(L.LightningModule):
     """Blocks that are sharded one by one, a frozen parameter, one with one element, and buffers.
 
     Args:
-        optimizer: "adamw" (two parameter groups), "sgd" (with momentum) or "two" (one for each half, by hand).
+        optimizer: "adamw" (two parameter groups), "sgd" (with momentum), "flat" (the same, of what FSDP has flattened)
+            or "two" (one for each half, by hand).
         wrap: Applied to the blocks before they are sharded: `torch.compile`, activation checkpointing.
     """
 
@@ -52,7 +54,7 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(3)
         self.net = nn.Sequential(Block(), Block(), Head())
-        self.frozen = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(5, WIDTH), requires_grad=optimizer == "flat")
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.kind, self.wrap = optimizer, wrap
@@ -99,6 +101,8 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.kind == "sgd":
             return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+        if self.kind == "flat":  # FSDP with use_orig_params=False
+            return torch.optim.SGD(self.trainer.strategy.model.parameters(), lr=0.01, momentum=0.9)
         if self.kind == "two":
             return [
                 torch.optim.AdamW(self.net[0].parameters(), lr=1e-3),
@@ -128,6 +132,8 @@ def strategy(kind: str, world_size: int) -> Any:
     name, _, form = kind.removeprefix("plain.").partition(".")
     if name == "fsdp":
         arguments: dict[str, Any] = {"auto_wrap_policy": {Block}, "state_dict_type": form.partition("-")[0]}
+        if form.endswith("-compiled"):  # a block within would be sharded behind the compiler's back
+            arguments["auto_wrap_policy"] = {torch._dynamo.OptimizedModule}
         if form.endswith("-flat"):
             arguments["use_orig_params"] = False
         return PlainFSDP(**arguments) if plain else ft.FSDPStrategy(**arguments)
@@ -167,7 +173,9 @@ def gathered(trainer: L.Trainer) -> dict[str, Tensor]:
         state: Any = get_optimizer_state_dict(model, optimizer, options=options)
         for name, values in state["state"].items():
             found.update({f"{number}.{name}.{key}": value.detach().clone() for key, value in values.items()})
-    return found
+    # Which torch takes out in some of these cases, and in some not.
+    prefixes = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+    return {prefixes.sub("", name): value for name, value in found.items()}
 
 
 def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
