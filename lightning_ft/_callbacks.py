@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 from lightning_ft import _loops, _names
+from lightning_ft._wrappers import named_like
 from lightning_ft.storage import Storage
 
 
@@ -30,6 +31,26 @@ def see_queued_files(trainer: pl.Trainer, wait_for: Callable[[str], None]) -> Ca
             step()
 
     return remove
+
+
+def find_wrapped_weights(trainer: pl.Trainer) -> Callable[[], None]:
+    """Weights find their parameters whatever wraps those, then and now, until the returned function is called.
+
+    Under `torch.compile` and activation checkpointing torch puts a prefix into the names, and Lightning asks for the
+    very same ones. Names are changed only if they would not be found.
+    """
+    strategy = trainer.strategy
+    load = strategy.load_model_state_dict
+
+    def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = strategy.lightning_module
+        state = checkpoint.get("state_dict")  # which a sharded strategy has already loaded
+        if module is not None and state is not None:
+            modules = [name for name, _ in module.named_modules()]
+            checkpoint = {**checkpoint, "state_dict": named_like(state, module.state_dict(), modules)}
+        load(checkpoint, strict=strict)
+
+    return _loops.replaced(strategy, "load_model_state_dict", load_model_state_dict)
 
 
 def clear_directories_of_others(trainer: pl.Trainer, dirpath: str, storage_options: dict[str, Any] | None) -> None:

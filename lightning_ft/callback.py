@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _choose, _loops, _names
+from lightning_ft import _callbacks, _choose, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._session import Session, Settings
@@ -118,6 +118,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._run_id = ""
         self._chosen = ""
         self._forget_choice: Callable[[], None] | None = None
+        self._forget_names: Callable[[], None] | None = None
 
     @staticmethod
     def _local_tier(
@@ -141,6 +142,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._others = self._other_checkpoints(trainer)
         plugin = self._install_plugin(trainer)
+        self._forget_names = _callbacks.find_wrapped_weights(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
@@ -217,9 +219,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._session.close()
         elif self._ranks is not None:
             self._ranks.close()
-        if self._forget_choice is not None:
-            self._forget_choice()
-        self._session = self._ranks = self._forget_choice = None
+        for forget in (self._forget_choice, self._forget_names):
+            if forget is not None:
+                forget()
+        self._session = self._ranks = self._forget_choice = self._forget_names = None
         self._chosen = ""
 
     # -- ckpt_path="last" ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import lightning_ft as ft
 from lightning_ft import events
@@ -452,3 +453,65 @@ def test_n5_into_another_directory(tmp_path: Path) -> None:
     (branch,) = manifests(tmp_path / "b").values()
     assert branch.parent == manifests(tmp_path / "a")["step=00000004.ckpt"].generation
     assert branch.run_id not in {m.run_id for m in manifests(tmp_path / "a").values()}
+
+
+# -- H4: a model that is compiled, or is not any more ------------------------------------------------------------
+
+
+class Wrapped(Line):
+    """Its layers are compiled, checkpointed, or neither."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> None:
+        super().__init__()
+        self.layers = wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        out: torch.Tensor = self.layers(torch.arange(12.0).reshape(4, 3) + batch_idx)
+        return out.square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass  # only what is loaded matters
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.layers.parameters(), lr=0.01)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module)  # type: ignore[no-any-return]
+
+
+WRAPS: dict[str, Any] = {"plain": lambda module: module, "compiled": compiled, "checkpointed": checkpointed}
+
+
+@pytest.mark.parametrize("then", WRAPS)
+@pytest.mark.parametrize("now", WRAPS)
+def test_h4_wrappers_may_come_and_go(then: str, now: str, tmp_path: Path) -> None:
+    saved, loaded = Wrapped(WRAPS[then]), Wrapped(WRAPS[now])
+    first = trainer(ours(tmp_path), max_steps=4)
+    fit(first, saved)
+    second = trainer(ours(tmp_path), max_steps=5)
+    found: dict[str, Any] = {}
+
+    class AtStart(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found["weights"] = [p.detach().clone() for p in [*pl_module.parameters(), *pl_module.buffers()]]
+            states = trainer.optimizers[0].state.values()
+            found["moments"] = [state[key].clone() for state in states for key in ("step", "exp_avg", "exp_avg_sq")]
+
+    second.callbacks.append(AtStart())  # type: ignore[attr-defined]
+    fit(second, loaded, ckpt_path="last")
+    weights = [*saved.parameters(), *saved.buffers()]
+    moments = [state[key] for state in first.optimizers[0].state.values() for key in ("step", "exp_avg", "exp_avg_sq")]
+    assert len(found["weights"]) == len(weights)
+    assert all(map(torch.equal, found["weights"], weights))
+    assert len(found["moments"]) == len(moments) == 3 * 6
+    assert all(map(torch.equal, found["moments"], moments))
+    validated = Wrapped(WRAPS[now])
+    trainer(ours(tmp_path)).validate(validated, [torch.zeros(4, 3)], ckpt_path="last")
+    assert all(
+        map(torch.equal, [*validated.parameters(), *validated.buffers()], [*loaded.parameters(), *loaded.buffers()])
+    )
