@@ -177,6 +177,11 @@ class Shards:
                 rest: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(self.path, f"{REST} is missing") from error
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # whatever damaged pickles raise, and what holds more than is allowed
+            reason = f"{REST} cannot be read: {type(error).__name__}: {error}"
+            raise CorruptCheckpointError(self.path, reason) from error
         return rest
 
     # -- verification --------------------------------------------------------------------------------------------

@@ -24,13 +24,14 @@ EPILOG = """\b
 FROM                                   OUT.ckpt                OUT.safetensors
 a checkpoint of ours                   copied, same manifest   weights (*)
 a checkpoint of plain Lightning        copied, new manifest    weights (*)
-a sharded directory of Lightning or    saved anew (**)         weights (**)
-  torch.distributed.checkpoint, local
+a directory of shards, of ours         as one file (**),       weights (*)
+                                       same manifest
+a directory of shards, of Lightning    as one file (**),       weights (*)
+                                       new manifest
 
 \b
 (*)  needs torch and safetensors; memory: the weights
-(**) needs torch and lightning; memory: the whole checkpoint; executes the
-     pickle in .metadata, so do it only with what you trust
+(**) needs torch; memory: the whole checkpoint
 
 \b
 A new manifest makes the file verify itself; ckpt_path="last" does not take
@@ -48,8 +49,8 @@ JSON:
 
 \b
 Exit code: 0 if OUT is there; 1 if FROM is damaged or no checkpoint; 2 if
-OUT exists, without --force; 3 if there is no FROM; 6 if a package is
-missing.
+OUT exists, without --force; 3 if there is no FROM; 5 if the storage fails;
+6 if a package is missing.
 """
 
 

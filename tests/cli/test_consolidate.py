@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -192,3 +193,30 @@ def test_memory_url(ft: Ft, run_dir: Path) -> None:
         from safetensors.torch import load
 
         assert "layer.weight" in load(fsspec.filesystem("memory").cat_file(f"{url}/x.safetensors"))
+
+
+class Hostile:
+    """Whoever unpickles it runs a program."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self._command,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_nothing_in_shards_is_executed(ft: Ft, shards: Path, tmp_path: Path, name: str) -> None:
+    proof = tmp_path / "executed"
+    (shards / name).write_bytes(pickle.dumps(Hostile(f"touch {proof}")))
+    answer = ft("consolidate", shards, tmp_path / "out.ckpt")
+    assert answer.code == 1
+    assert name in answer.err
+    assert not proof.exists()
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+def test_a_shard_that_is_missing_is_named(ft: Ft, shards: Path, tmp_path: Path) -> None:
+    (shards / "__0_0.distcp").unlink()
+    answer = ft("consolidate", shards, tmp_path / "out.ckpt")
+    assert (answer.code, "__0_0.distcp is missing" in answer.err) == (1, True)

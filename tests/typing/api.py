@@ -41,6 +41,9 @@ plugin = ft.FaultTolerantCheckpointIO(
     storage_options={"anon": True},
 )
 trainer = L.Trainer(callbacks=[callback, ft.FaultTolerantCheckpoint()], plugins=[plugin])
+sharded = L.Trainer(strategy=ft.FSDPStrategy(state_dict_type="sharded", sharding_strategy="FULL_SHARD"))
+L.Trainer(strategy=ft.ModelParallelStrategy(data_parallel_size=2, save_distributed_checkpoint=False))
+ft.FSDPStrategy(state_dict_type="halved")  # type: ignore[arg-type]
 ft.FaultTolerantCheckpoint("runs/1", 500)  # type: ignore[call-arg]  # everything but the directory by name
 ft.FaultTolerantCheckpoint(every_n_train_steps="500")  # type: ignore[arg-type]
 ft.FaultTolerantCheckpointIO(staging="later")  # type: ignore[arg-type]
