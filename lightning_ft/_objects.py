@@ -184,9 +184,13 @@ class ObjectStore:
             with contextlib.suppress(FileNotFoundError):
                 self.remove_tree(path)
 
+    def put(self, path: str, data: bytes) -> None:
+        """The object `path` is `data`."""
+        self.calls.call(path, "pipe_file", path, data)
+
     def mark(self, path: str) -> None:
         """There is an object `path` with nothing to read: its name says it all."""
-        self.calls.call(path, "pipe_file", path, b"lightning_ft")
+        self.put(path, b"lightning_ft")
 
     def unmark(self, path: str) -> None:
         """The marker `path` is gone."""
@@ -224,14 +228,29 @@ class ObjectStore:
             with contextlib.suppress(FileNotFoundError):  # an empty directory that was only a part of names
                 self.calls.call(path, "rmdir" if info["type"] == "directory" else "rm_file", key)
 
+    def remove_leftover(self, path: str, unfinished: str | None) -> None:
+        """What a killed process left behind the marker `path` is gone, and the marker with it.
+
+        Args:
+            path: A marker, or a probe.
+            unfinished: What the marker stands for; None of a probe.
+        """
+        if unfinished is not None:
+            self.remove_unfinished(unfinished)
+        self.remove_tree(path)
+
+    def remove_abandoned(self, dirpath: str) -> list[str]:
+        """Uploads into `dirpath` that are old are ended; returns their final names."""
+        return self.remove_uploads(dirpath)
+
     def remove_uploads(self, dirpath: str) -> list[str]:
         """Unfinished uploads of killed processes into `dirpath` are gone; returns their final names."""
         return []
 
     def probe(self, path: str) -> None:
         """A file at `path` was written and deleted."""
-        self.calls.call(path, "pipe_file", path, b"probe")
-        self.calls.call(path, "rm_file", path)
+        self.put(path, b"probe")
+        self.remove_file(path)
 
 
 def _cancel(coming: Any) -> None:

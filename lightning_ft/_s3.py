@@ -206,9 +206,9 @@ class S3Store(ObjectStore):
         """The object `path` is gone."""
         self.request(path, "delete_object", **self.place(path))
 
-    def mark(self, path: str) -> None:
-        """There is an object `path` with nothing to read: its name says it all."""
-        self.request(path, "put_object", **self.place(path), Body=b"lightning_ft")
+    def put(self, path: str, data: bytes) -> None:
+        """The object `path` is `data`."""
+        self.request(path, "put_object", **self.place(path), Body=data)
 
     def make_directory(self, path: str) -> None:
         """There is nothing to make: an object has its name, and no place."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_ft._dist import Ranks
-from lightning_ft._names import is_local, join, probe_name
+from lightning_ft._names import join, probe_name
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.storage import Storage
 
@@ -51,13 +50,7 @@ def require_same_directory(ranks: Ranks, dirpath: str, storage_options: Mapping[
 def _leave_token(storage: Storage, dirpath: str) -> str:
     token = secrets.token_hex(8)
     path = join(dirpath, probe_name(token))
-    if is_local(path):
-        with open(path, "xb") as file:
-            file.write(token.encode())
-            file.flush()
-            os.fsync(file.fileno())
-    else:
-        storage._store(path).calls.call(path, "pipe_file", path, token.encode())
+    storage.put(path, token.encode())
     return token
 
 
@@ -75,10 +68,7 @@ def _problem(storage: Storage, path: str, token: str) -> str | None:
 
 def _remove(storage: Storage, path: str) -> None:
     try:
-        if is_local(path):
-            os.unlink(path)
-        else:
-            storage._store(path).calls.call(path, "rm_file", path)
+        storage.remove_file(path)
     except Exception as error:
         # Raised on this rank alone, it would leave the others waiting. The next start removes it.
         _log.warning("could not remove %s: %s: %s", path, type(error).__name__, error)

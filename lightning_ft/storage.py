@@ -13,8 +13,7 @@ Step (in this order)  Local directory: true on disk after it      Object store: 
 
 How a directory is written stands in `_directory`.
 
-URLs go to an `ObjectStore`. Local files do not pass through `fsspec`, whose local transactions go through the system's
-temporary directory, move without fsync, and keep their state on an instance shared by all threads.
+URLs go to an `ObjectStore`, paths to a `LocalStore`; both have the same methods, as far as they are used here.
 """
 
 from __future__ import annotations
@@ -24,26 +23,23 @@ import errno
 import logging
 import os
 import secrets
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 import fsspec
 import xxhash
 
-from lightning_ft._attempt import Attempt, LocalAttempt
-from lightning_ft._directory import DirectoryAttempt, FileAttempt, LocalDirectoryAttempt, mismatch
-from lightning_ft._disk_file import hold, local_sizes, make_dirs, remove_local, sync_dir
-from lightning_ft._names import deleted_name, is_local, join, normalise, parse_leftover, probe_name, split
+from lightning_ft._attempt import Attempt
+from lightning_ft._directory import DirectoryAttempt, FileAttempt, mismatch
+from lightning_ft._local_store import LocalStore
+from lightning_ft._names import is_local, join, normalise, parse_leftover, probe_name
 from lightning_ft._objects import Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
-from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft._verified_file import open_compared, open_verified
 from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
 from lightning_ft.events import (
     AttemptOpened,
     Deleted,
-    DeleteHidden,
     DeleteSkipped,
     DeleteStarted,
     LeftoverRemoved,
@@ -53,7 +49,6 @@ from lightning_ft.manifest import (
     DIRECTORY_MANIFEST,
     MAX_MANIFEST_BYTES,
     METADATA,
-    TAIL_BYTES,
     FileRecord,
     Manifest,
     parse_directory,
@@ -95,8 +90,10 @@ class Storage:
             )
         self.deadline_secs = float(deadline_secs)
 
-    def _store(self, path: str) -> ObjectStore:
-        """The store behind a URL; fsspec keeps one file system per thread and options."""
+    def _store(self, path: str) -> LocalStore | ObjectStore:
+        """The `LocalStore`, or the `ObjectStore` behind a URL; fsspec keeps one file system per thread and options."""
+        if is_local(path):
+            return LocalStore()
         options = dict(self.storage_options)
         if "::" in path.partition("://")[0]:
             raise ConfigurationError(
@@ -131,10 +128,7 @@ class Storage:
                 not after most of them have been written.
         """
         path = normalise(path)
-        if is_local(path):
-            attempt: Attempt = LocalAttempt(path, expected_bytes)
-        else:
-            attempt = self._store(path).open_attempt(path, expected_bytes)
+        attempt: Attempt = self._store(path).open_attempt(path, expected_bytes)
         try:
             emit(AttemptOpened(path, attempt.attempt))
         except BaseException:
@@ -154,16 +148,23 @@ class Storage:
                 rank, and no other has opened a file before this has returned.
         """
         path = normalise(path)
-        if is_local(path):
-            attempt: DirectoryAttempt = LocalDirectoryAttempt(path, token)
-        else:
-            attempt = self._store(path).open_directory(path, token, leads)
+        attempt: DirectoryAttempt = self._store(path).open_directory(path, token, leads)
         try:
             emit(AttemptOpened(path, attempt.attempt))
         except BaseException:
             attempt.close()
             raise
         return attempt
+
+    def put(self, path: str, data: bytes) -> None:
+        """A small file that is no checkpoint is at `path`, new, and holds `data`."""
+        path = normalise(path)
+        self._store(path).put(path, data)
+
+    def remove_file(self, path: str) -> None:
+        """The small file `path` is gone; raises FileNotFoundError if there was none, and the storage says so."""
+        path = normalise(path)
+        self._store(path).remove_file(path)
 
     def remove(self, path: str) -> None:
         """Nothing of the checkpoint `path` is left; a file or a directory, and already gone is fine.
@@ -174,22 +175,11 @@ class Storage:
         path = normalise(path)
         emit(DeleteStarted(path))
         try:
-            if is_local(path):
-                self._remove_local(path)
-            else:
-                self._store(path).remove(path)
+            self._store(path).remove(path)
         except FileNotFoundError:
             emit(DeleteSkipped(path, "already gone"))
             return
         emit(Deleted(path))
-
-    def _remove_local(self, path: str) -> None:
-        dirpath, name = split(path)
-        hidden = join(dirpath, deleted_name(name, secrets.token_hex(8)))
-        os.rename(path, hidden)
-        sync_dir(dirpath)
-        emit(DeleteHidden(path))
-        remove_local(hidden)
 
     def remove_leftovers(self, dirpath: str) -> list[str]:
         """What killed processes left under our hidden names in `dirpath` is gone; returns these paths.
@@ -203,22 +193,13 @@ class Storage:
             # A process that starts at the same time tries the directory out before it finds it locked: its probe may
             # be gone by now.
             with contextlib.suppress(FileNotFoundError):
-                if is_local(path):
-                    remove_local(path)
-                else:
-                    store = self._store(path)
-                    if leftover.kind != "probe":
-                        store.remove_unfinished(join(dirpath, leftover.name))
-                    store.remove_tree(path)
+                unfinished = None if leftover.kind == "probe" else join(dirpath, leftover.name)
+                self._store(path).remove_leftover(path, unfinished)
                 emit(LeftoverRemoved(path))
-        return [*leftovers, *self._remove_uploads(dirpath)]
-
-    def _remove_uploads(self, dirpath: str) -> list[str]:
-        # Only there can uploads be listed.
-        uploads = self._store(dirpath).remove_uploads(dirpath) if _is_s3(dirpath) else []
+        uploads = self._store(dirpath).remove_uploads(dirpath)
         for path in uploads:
             emit(LeftoverRemoved(path))
-        return uploads
+        return [*leftovers, *uploads]
 
     def remove_abandoned(self, dirpath: str) -> list[str]:
         """Attempts in `dirpath` that no living process writes are gone; returns their paths.
@@ -227,31 +208,15 @@ class Storage:
         locks, stays. In a store: uploads that are old. Ranks: zero. Thread: main.
         """
         dirpath = normalise(dirpath)
-        if not is_local(dirpath):
-            try:
-                return self._remove_uploads(dirpath)
-            except StorageError as error:  # no reason not to train: they do no harm
-                logger.warning("unfinished uploads into %s are not looked for: %s", dirpath, error)
-                return []
-        removed = []
-        for name in self.listdir(dirpath):
-            leftover = parse_leftover(name)
-            if leftover is None or leftover.kind != "attempt":
-                continue
-            path = join(dirpath, name)
-            # Committed or cleared away by another process since it was listed.
-            with contextlib.suppress(FileNotFoundError):
-                directory = os.path.isdir(path)
-                # A lock by way of NFS needs write access, which a directory does not give: there it stays.
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY if directory else os.O_RDWR)
-                try:
-                    if not hold(fd):
-                        continue
-                    remove_local(path)
-                finally:
-                    os.close(fd)
-                emit(LeftoverRemoved(path))
-                removed.append(path)
+        try:
+            removed = self._store(dirpath).remove_abandoned(dirpath)
+        except FileNotFoundError:
+            return []  # no such directory
+        except StorageError as error:  # no reason not to train: they do no harm
+            logger.warning("unfinished uploads into %s are not looked for: %s", dirpath, error)
+            return []
+        for path in removed:
+            emit(LeftoverRemoved(path))
         return removed
 
     def read_manifest(self, path: str) -> tuple[Manifest | None, int]:
@@ -268,8 +233,7 @@ class Storage:
         paths = [normalise(path) for path in paths]
         if not paths:
             return
-        tails = _local_tails(paths) if is_local(paths[0]) else self._store(paths[0]).tails(paths)
-        for path, tail in tails:
+        for path, tail in self._store(paths[0]).tails(paths):
             try:
                 if isinstance(tail, IsADirectoryError):
                     yield self._read_directory(path)
@@ -350,7 +314,7 @@ class Storage:
     def open_read(self, path: str) -> BinaryIO:
         """The bytes of `path`, to be closed by the caller; large reads use several threads or requests."""
         path = normalise(path)
-        return ThreadedFile(path) if is_local(path) else cast(BinaryIO, self._store(path).open_read(path))
+        return cast(BinaryIO, self._store(path).open_read(path))
 
     def open_verified(self, path: str) -> tuple[BinaryIO, Manifest | None]:
         """The bytes of `path`, each compared with its manifest before this returns, and that manifest.
@@ -389,28 +353,22 @@ class Storage:
     def size(self, path: str) -> int:
         """Size in bytes of the file `path`."""
         path = normalise(path)
-        return os.stat(path).st_size if is_local(path) else self._store(path).size(path)
+        return self._store(path).size(path)
 
     def sizes(self, path: str) -> dict[str, int]:
         """Name and size in bytes of every file in the directory `path`."""
         path = normalise(path)
-        return local_sizes(path) if is_local(path) else self._store(path).sizes(path)
+        return self._store(path).sizes(path)
 
     def is_file(self, path: str) -> bool:
         """Whether `path` is one file, and no directory."""
         path = normalise(path)
-        return os.path.isfile(path) if is_local(path) else self._store(path).is_file(path)
+        return self._store(path).is_file(path)
 
     def exists(self, path: str) -> bool:
         """Whether there is something at `path`; a storage that does not answer raises and is not "no"."""
         path = normalise(path)
-        if not is_local(path):
-            return self._store(path).exists(path)
-        try:
-            os.stat(path)  # `os.path.exists` turns some errors into False
-        except FileNotFoundError:
-            return False
-        return True
+        return self._store(path).exists(path)
 
     def listdir(self, dirpath: str) -> list[str]:
         """The names in `dirpath`, sorted and fresh; none if it does not exist, any other error is raised."""
@@ -420,8 +378,6 @@ class Storage:
         """As `listdir`, with what a store tells of the content behind a name."""
         dirpath = normalise(dirpath)
         try:
-            if is_local(dirpath):
-                return [Entry(name, "") for name in sorted(os.listdir(dirpath))]
             return sorted(self._store(dirpath).entries(dirpath), key=lambda entry: entry.name)
         except FileNotFoundError:
             return []
@@ -439,29 +395,13 @@ class Storage:
         dirpath = normalise(dirpath)
         path = join(dirpath, probe_name(secrets.token_hex(8)))
         try:
-            if is_local(dirpath):
-                self._probe_local(dirpath, path)
-            else:
-                self._store(path).probe(path)
+            self._store(path).probe(path)
         except ConfigurationError:
             raise
         except Exception as error:
             raise ConfigurationError(
                 f"checkpoints cannot be written to {dirpath}: {type(error).__name__}: {error}"
             ) from error
-
-    def _probe_local(self, dirpath: str, path: str) -> None:
-        renamed = join(dirpath, probe_name(secrets.token_hex(8)))
-        make_dirs(dirpath)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            os.write(fd, b"probe")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(path, renamed)
-        sync_dir(dirpath)
-        os.unlink(renamed)
 
 
 def _is_s3(path: str) -> bool:
@@ -476,20 +416,3 @@ def _returned(result: tuple[Manifest | None, int] | Exception) -> tuple[Manifest
 
 def _filled(file: BinaryIO, buffer: memoryview) -> memoryview:
     return buffer[: file.readinto(buffer)]  # type: ignore[attr-defined]
-
-
-def _local_tail(path: str) -> tuple[bytes, int]:
-    if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.EINVAL, "neither a file nor a directory", path)  # to open a pipe may take for ever
-    with open(path, "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size_bytes - TAIL_BYTES))
-        return file.read(TAIL_BYTES), size_bytes
-
-
-def _local_tails(paths: list[str]) -> Iterator[tuple[str, tuple[bytes, int] | Exception]]:
-    for path in paths:
-        try:
-            yield path, _local_tail(path)
-        except OSError as error:
-            yield path, error

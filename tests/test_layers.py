@@ -15,8 +15,8 @@ PACKAGE = ROOT / "lightning_ft"
 LAYERS: dict[int, str] = {
     0: "errors events _names _registry _wrappers",
     1: "manifest _archive _direct _sink _disk_file _attempt _directory _store_directory _threaded_file storage _lock "
-    "_store_errors _calls _objects _s3 _s3_parts _s3_upload _ranged_file _verified_file _holder _descriptions "
-    "_contents",
+    "_store_errors _calls _objects _local_store _s3 _s3_parts _s3_upload _ranged_file _verified_file _holder "
+    "_descriptions _contents",
     2: "discovery retention triggers rotation _read_back _two_tiers _damage _check _fallback _survey _pruning _elastic "
     "_fetched _shared_verification",
     3: "_engine _save_task _save_options _save_times _sharded_plan _sharded_writer _sharding _uploads _failure "
