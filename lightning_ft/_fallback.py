@@ -10,10 +10,10 @@ from lightning_ft import discovery
 from lightning_ft._contents import opened
 from lightning_ft._names import join
 from lightning_ft.errors import CorruptCheckpointError
+from lightning_ft.manifest import REST
 from lightning_ft.storage import Storage
 
 # What Lightning writes into a sharded directory last.
-META = "meta.pt"
 
 
 def last_of_others(
@@ -52,7 +52,7 @@ def _plain_problem(storage: Storage, path: str, depth: discovery.Depth) -> str |
     """What is wrong with a file of plain Lightning, as far as a zip archive's own table and checksums tell."""
     if not storage.is_file(path):
         # Of a directory nothing can be compared.
-        return None if storage.is_sharded(path) and storage.exists(join(path, META)) else f"a directory without {META}"
+        return None if storage.is_sharded(path) and storage.exists(join(path, REST)) else f"a directory without {REST}"
     try:
         with storage.open_read(path) as file, opened(file, path) as archive:
             damaged = archive.testzip() if depth == "full" else None

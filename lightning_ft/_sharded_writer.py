@@ -41,12 +41,10 @@ from lightning_ft._sharded_plan import Part
 from lightning_ft._sharding import Agreed, WriterGroup
 from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError
 from lightning_ft.errors import RankFailure, SaveError
-from lightning_ft.manifest import FileRecord, Manifest
+from lightning_ft.manifest import METADATA, REST, FileRecord, Manifest
 
 _log = logging.getLogger(__name__)
 
-META_FILE = "meta.pt"
-METADATA_FILE = ".metadata"
 _DCP_VERSION = "1.0.0"  # of the layout of files that is written here
 
 
@@ -185,9 +183,9 @@ class _Save:
             if hasattr(metadata, "version"):
                 metadata.version = _DCP_VERSION
             files = {written.name: written.record for written in results if written.record is not None}
-            files[METADATA_FILE] = self._write_file(attempt, METADATA_FILE, lambda f: pickle.dump(metadata, f))
+            files[METADATA] = self._write_file(attempt, METADATA, lambda f: pickle.dump(metadata, f))
             rest, reductions = self._checkpoint["checkpoint"], task.snapshot.reductions
-            files[META_FILE] = self._write_file(attempt, META_FILE, lambda f: _serialise.save(rest, f, reductions))
+            files[REST] = self._write_file(attempt, REST, lambda f: _serialise.save(rest, f, reductions))
             size_bytes = sum(record.size_bytes for record in files.values())
             manifest = replace(
                 task.manifest,

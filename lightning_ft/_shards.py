@@ -29,12 +29,11 @@ from lightning_ft._names import is_local, join
 from lightning_ft._places import Piece
 from lightning_ft._wrappers import plain_name
 from lightning_ft.errors import CheckpointError, CorruptCheckpointError
-from lightning_ft.manifest import METADATA, FileRecord, Manifest
+from lightning_ft.manifest import METADATA, REST, FileRecord, Manifest
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
-REST = "meta.pt"
 Depth = Literal["full", "size", "off"]
 # Under which of these the weights are depends on the strategy that saved them.
 _WEIGHTS = ("state_dict", "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections import OrderedDict
 from collections.abc import Collection
@@ -10,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_ft.errors import SaveError
+
+_log = logging.getLogger(__name__)
 
 PLAIN_LEAVES = frozenset({str, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device})
 """What torch's weights-only unpickler accepts without being told; containers are walked, leaves are not."""
@@ -64,3 +69,31 @@ def _leaf_problem(value: Any, path: str) -> list[str]:
         kind = type(value)
         return [f"{path} is a {kind.__module__}.{kind.__qualname__}"]
     return []
+
+
+class WeightsOnlyRule:
+    """What is done about a checkpoint that could not be loaded with ``weights_only=True``.
+
+    Args:
+        required: Whether it is a failed save; if not, the first one is warned of.
+    """
+
+    def __init__(self, required: bool = False) -> None:
+        self.required = required
+        self._warned = False
+
+    def check(self, checkpoint: dict[str, Any], path: str) -> None:
+        """`checkpoint`, to be saved to `path`, was looked through. Raises SaveError: see above."""
+        problems = not_weights_only(checkpoint)
+        if not problems:
+            return
+        message = (
+            "it could not be loaded with weights_only=True, Lightning's default: " + "; ".join(problems[:5])
+            + ". Allow the type with torch.serialization.add_safe_globals, keep it out of the checkpoint, or use "
+            "FaultTolerantCheckpoint(strict=False) and fit(weights_only=False)"
+        )  # fmt: skip
+        if self.required:
+            raise SaveError(message, path)
+        if not self._warned:
+            _log.warning("%s: %s", path, message)
+            self._warned = True

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Literal
 
@@ -21,7 +21,7 @@ from lightning_ft import _names, events
 from lightning_ft._broadcast import load_once
 from lightning_ft._dist import Ranks
 from lightning_ft._engine import Writer
-from lightning_ft._failure import Failure, agreed_failure, take_failure
+from lightning_ft._failure import Failure, agreed_failure
 from lightning_ft._loading import Loading
 from lightning_ft._plan import Late
 from lightning_ft._save_options import SaveOptions, manifest_of, options_of
@@ -31,7 +31,8 @@ from lightning_ft._sharded_writer import sharded_save
 from lightning_ft._sharding import Agreed, Sharding, Unstaged, stage
 from lightning_ft._staging import Staged, Stager
 from lightning_ft._uploads import Uploads
-from lightning_ft._weights_only import not_weights_only
+from lightning_ft._weights_only import WeightsOnlyRule
+from lightning_ft._writers import Writers
 from lightning_ft.errors import ConfigurationError, SaveError
 from lightning_ft.storage import Storage
 
@@ -69,10 +70,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             What is not as it was written is removed, and the save has failed. Of a local file the kernel's page cache
             is dropped before, so that the disk itself is asked as far as it lets. With ``"full"`` rotation counts only
             on checkpoints that were read whole by this process.
-        load: Who reads a checkpoint that all ranks load. ``"each"``: every rank for itself. ``"broadcast"``: rank 0
-            alone, and it sends the others what it has loaded, tensor by tensor, so that storage is read once however
-            many ranks there are. For DDP, and for whatever of a sharded strategy is in one file; then all ranks have to
-            call `load_checkpoint`, and tensors come to the CPU.
+        load: Who reads a checkpoint that all ranks load: ``"each"`` for itself; or, with ``"broadcast"``, rank 0 alone,
+            which sends what it has loaded to the others, tensor by tensor, to the CPU: storage is read once. For DDP,
+            and for whatever of a sharded strategy is in one file; all ranks have to call `load_checkpoint` then.
         on_error: ``"raise"``: a failed save stops the run on all ranks at the next step. ``"warn"``: it is reported
             there and the run goes on; the third failure in a row stops it.
         retries: How often a write is tried again after an error that may pass (timeouts, connections, busy storage).
@@ -118,42 +118,27 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self.storage_options = storage_options
         self.reports_failures = True
         """Whether this plugin raises failures itself; False while a callback reports them on all ranks."""
-        self.require_weights_only = False
-        """Whether a checkpoint that ``torch.load(weights_only=True)`` would refuse is a failed save."""
-        self._storage = Storage(storage_options)
-        self._writer: Writer | None = None
-        self._uploads: Uploads | None = None
+        self._rule = WeightsOnlyRule()
+        storage = Storage(storage_options)
+        self._writers = Writers(storage, retries, verify_after_write or None)
         self._stager: Stager | None = None
         self._sharding: Sharding | None = None
         self._own_directories: set[str] = set()
-        self._loading = Loading(self._storage, verify, storage_options)
-        self._warned_unsafe = False
+        self._loading = Loading(storage, verify, storage_options)
         self._between_fits = False
 
     @property
     def writer(self) -> Writer:
         """The background writer of this process."""
-        if self._writer is None:  # made late: the plugin is pickled into processes that Lightning spawns
-            self._writer = Writer(self._storage, self.retries, self.verify_after_write or None)
-        return self._writer
+        return self._writers.saves
 
     @property
     def uploads(self) -> Uploads:
         """What copies checkpoints from a local directory to that of the run, in this process."""
-        if self._uploads is None:
-            self._uploads = Uploads(self._storage, self.retries, self.verify_after_write or None)
-        return self._uploads
-
-    def _in_turn(self) -> Iterator[Writer]:
-        """What is saved may have to be uploaded, and what is uploaded makes room where it was saved."""
-        if self._writer is not None:
-            yield self._writer
-        if self._uploads is not None:  # looked at now: the last save may have been the first to be uploaded
-            yield self._uploads
-            yield self.writer
+        return self._writers.uploads
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_writer": None, "_uploads": None, "_stager": None, "_sharding": None}
+        return {**vars(self), "_stager": None, "_sharding": None}
 
     @property
     def stager(self) -> Stager:
@@ -238,8 +223,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         def take(late: Late | None) -> SaveTask:
             copy: Staged | Unstaged
             try:
-                copy = stage(self.stager, agreed, checkpoint, late)
-                self._checked(copy, checkpoint if agreed.rank == 0 else {}, agreed.path)
+                staged = stage(self.stager, agreed, checkpoint, late)
+                copy = self._checked(staged, checkpoint if agreed.rank == 0 else {}, agreed.path)
             except Exception as error:
                 copy = Unstaged(error)
             copy.blocked_secs = time.monotonic() - options.asked_at
@@ -266,7 +251,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         else:
             (self.writer.save if in_background else self.writer.save_now)(task)
             if not in_background:
-                self._drain_writers()
+                self._writers.drain()
         if self._between_fits:
             self._close_stager()  # nobody knows of a next save for which the memory would be kept
 
@@ -277,7 +262,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """
         sharding, self._sharding = self._sharding, None
         if sharding is not None:
-            self._drain_writers()  # of a rank that is dead they hear; and this one's end is heard of when it is closed
+            self._writers.drain()  # of a rank that is dead they hear; and this one's end is heard of when it is closed
             sharding.close()
 
     def _close_stager(self) -> None:
@@ -288,7 +273,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     def _checked(self, staged: Staged, checkpoint: dict[str, Any], path: str) -> Staged:
         try:
             if staged.odd:
-                self._check_weights_only(checkpoint, path)
+                self._rule.check(checkpoint, path)
         except BaseException:
             staged.release()
             raise
@@ -329,9 +314,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             CorruptCheckpointError: The file is not what was written, or was ours and has lost its manifest.
             FileNotFoundError: There is no such file.
         """
-        path = _names.normalise(path)
         self.drain()
-        load = partial(self._loading.load, path, map_location, self._weights_only(weights_only))
+        load = partial(self._loading.load, _names.normalise(path), map_location, self._weights_only(weights_only))
         return load() if self.load == "each" else load_once(load, map_location)
 
     def load_sharded(
@@ -355,7 +339,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         )  # fmt: skip
 
     def _weights_only(self, given: bool | None) -> bool | None:
-        if given is None and not _FIT_TAKES_WEIGHTS_ONLY and not self.require_weights_only:
+        if given is None and not _FIT_TAKES_WEIGHTS_ONLY and not self._rule.required:
             return False  # Lightning 2.5's own way, and there is no argument by which a user could ask for it
         return given
 
@@ -383,30 +367,25 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         try:
             self.before_optimizer_step()
         finally:
-            self._drain_writers()
-
-    def _drain_writers(self) -> None:
-        for writer in self._in_turn():
-            writer.drain()
+            self._writers.drain()
 
     def wait_for(self, path: str | os.PathLike[str]) -> None:
         """No save to `path` is queued or being written. Thread: main. Blocks on: the writer, if one is."""
-        if any(writer.holds(_names.normalise(path)) for writer in self._in_turn()):
+        if self._writers.holds(_names.normalise(path)):
             self.drain()
 
     @property
     def failed(self) -> bool:
         """Whether a failed save or upload waits to be reported."""
-        return any(writer.failed for writer in self._in_turn())
+        return self._writers.failed
 
     def take_failure(self) -> Failure | None:
         """The oldest failure that was not yet reported, of saves before uploads; each is reported once."""
-        return take_failure(self._writer, self._uploads, self.on_error)
+        return self._writers.take_failure(self.on_error)
 
     def settle_failure(self) -> None:
         """A failed save of all ranks, of which another rank has heard, waits to be reported here, too."""
-        if self._writer is not None:
-            self._writer.settle_failure()
+        self._writers.settle_failure()
 
     @override
     def teardown(self) -> None:
@@ -420,8 +399,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         try:
             self.before_optimizer_step()
         finally:
-            for writer in self._in_turn():
-                writer.close()
+            self._writers.close()
         self._close_stager()
         self.close_sharding()
         try:
@@ -430,17 +408,17 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             elif (failure := self.take_failure()) is not None:
                 _log.error("%s", failure.error)  # raising here would hide the error that ended the run
         finally:
-            self._writer = self._uploads = None
+            self._writers.forget()
 
     def fit_begins(self, *, require_weights_only: bool, sharded_over: Ranks | None = None) -> None:
         """A callback reports failures from here on, on all ranks, and saves are made in the background again.
 
         Args:
-            require_weights_only: See the attribute.
+            require_weights_only: Whether to save what ``torch.load(weights_only=True)`` would refuse is a failed save.
             sharded_over: The ranks of the fit, if its saves are sharded; until `close_sharding`.
         """
         self.reports_failures = False
-        self.require_weights_only = require_weights_only
+        self._rule.required = require_weights_only
         self._between_fits = False
         self._close_stager()  # another model, perhaps, of which it is to be seen anew whether its copies may be late
         self.close_sharding()
@@ -451,11 +429,10 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     @staticmethod
     def _raise_or_warn(failure: Failure | None) -> None:
-        if failure is None:
-            return
-        if failure.ends_the_run:
-            raise failure.error
-        _log.warning("%s", failure.error)
+        if failure is not None:
+            if failure.ends_the_run:
+                raise failure.error
+            _log.warning("%s", failure.error)
 
     def mark_verified(self, path: str, fetched: BinaryIO | None = None) -> None:
         """`path` was verified in full by this process a moment ago; loading it does not hash it again.
@@ -465,21 +442,6 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             fetched: The bytes that were compared, if they came from a store; will be closed.
         """
         self._loading.mark_verified(path, fetched)
-
-    def _check_weights_only(self, checkpoint: dict[str, Any], path: str) -> None:
-        problems = not_weights_only(checkpoint)
-        if not problems:
-            return
-        message = (
-            "it could not be loaded with weights_only=True, Lightning's default: " + "; ".join(problems[:5])
-            + ". Allow the type with torch.serialization.add_safe_globals, keep it out of the checkpoint, or use "
-            "FaultTolerantCheckpoint(strict=False) and fit(weights_only=False)"
-        )  # fmt: skip
-        if self.require_weights_only:
-            raise SaveError(message, path)
-        if not self._warned_unsafe:
-            _log.warning("%s: %s", path, message)
-            self._warned_unsafe = True
 
 
 def _require(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -45,11 +45,11 @@ def of_a_run(**more: Any) -> dict[str, Any]:
 
 def saved(plugin: FaultTolerantCheckpointIO, path: Path, checkpoint: dict[str, Any] | None = None) -> Path:
     plugin.save_checkpoint(checkpoint or state(), path)
-    if isinstance(plugin._storage, FailingStorage):
-        plugin._storage.returned.set()
+    if isinstance(plugin._writers.storage, FailingStorage):
+        plugin._writers.storage.returned.set()
     plugin.drain()
-    if isinstance(plugin._storage, FailingStorage):
-        plugin._storage.returned.clear()
+    if isinstance(plugin._writers.storage, FailingStorage):
+        plugin._writers.storage.returned.clear()
     return path
 
 
@@ -76,7 +76,7 @@ class FailingStorage(Storage):
 
 def failing(errors: int, **options: Any) -> FaultTolerantCheckpointIO:
     plugin = FaultTolerantCheckpointIO(**options)
-    plugin._storage = FailingStorage(errors)
+    plugin._writers.storage = FailingStorage(errors)
     return plugin
 
 
@@ -340,7 +340,7 @@ def test_a_state_and_a_manifest_of_different_saves_are_refused(
 
 def test_a_state_that_weights_only_would_refuse_is_a_failed_save_with_its_key_path(tmp_path: Path) -> None:
     plugin = FaultTolerantCheckpointIO()
-    plugin.require_weights_only = True
+    plugin._rule.required = True
     with pytest.raises(SaveError, match=r"checkpoint\['hyper_parameters'\]\['dir'\] is a pathlib.PosixPath"):
         plugin.save_checkpoint(state(hyper_parameters={"dir": Path("x")}), tmp_path / "a.ckpt")
     saved(plugin, tmp_path / "b.ckpt", state(hyper_parameters={"dir": "x"}))
@@ -464,9 +464,9 @@ def test_with_warn_the_third_failure_in_a_row_is_raised(tmp_path: Path, caplog: 
 
 def test_with_warn_failures_that_are_not_in_a_row_never_raise(tmp_path: Path) -> None:
     plugin = failing(0, on_error="warn")
-    assert isinstance(plugin._storage, FailingStorage)
+    assert isinstance(plugin._writers.storage, FailingStorage)
     for n in range(8):
-        plugin._storage.errors = n % 2
+        plugin._writers.storage.errors = n % 2
         saved(plugin, tmp_path / f"{n}.ckpt")
     plugin.teardown()
     assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "2.ckpt", "4.ckpt", "6.ckpt"]
@@ -535,7 +535,7 @@ class GatedStorage(Storage):
 def test_a_model_checkpoint_alone_never_has_less_than_it_should(tmp_path: Path, top_k: int) -> None:
     behind = OneBehind(tmp_path)
     plugin = FaultTolerantCheckpointIO()
-    plugin._storage = GatedStorage(behind)
+    plugin._writers.storage = GatedStorage(behind)
     checkpoint = ModelCheckpoint(tmp_path, "e{epoch}", monitor="score", save_top_k=top_k, auto_insert_metric_name=False)
     trainer = L.Trainer(
         max_epochs=5,

@@ -1,0 +1,88 @@
+"""What writes in the background in one process: saves, and copies of them to a second directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_ft._engine import Writer
+from lightning_ft._failure import Failure, take_failure
+from lightning_ft._read_back import ReadBackDepth
+from lightning_ft._uploads import Uploads
+from lightning_ft.storage import Storage
+
+
+class Writers:
+    """Each of the two is made when it is first asked for, so this can be pickled into processes that are spawned.
+
+    Thread: main.
+
+    Args:
+        storage: Where they write.
+        retries: See `Writer`.
+        verify_after_write: See `Writer`.
+    """
+
+    def __init__(self, storage: Storage, retries: int, verify_after_write: ReadBackDepth | None) -> None:
+        self.storage = storage
+        self._retries = retries
+        self._verify_after_write = verify_after_write
+        self._saves: Writer | None = None
+        self._uploads: Uploads | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_saves": None, "_uploads": None}
+
+    @property
+    def saves(self) -> Writer:
+        """What writes checkpoints."""
+        if self._saves is None:
+            self._saves = Writer(self.storage, self._retries, self._verify_after_write)
+        return self._saves
+
+    @property
+    def uploads(self) -> Uploads:
+        """What copies checkpoints from a local directory to that of the run."""
+        if self._uploads is None:
+            self._uploads = Uploads(self.storage, self._retries, self._verify_after_write)
+        return self._uploads
+
+    def _in_turn(self) -> Iterator[Writer]:
+        """What is saved may have to be uploaded, and what is uploaded makes room where it was saved."""
+        if self._saves is not None:
+            yield self._saves
+        if self._uploads is not None:  # looked at now: the last save may have been the first to be uploaded
+            yield self._uploads
+            yield self.saves
+
+    def drain(self) -> None:
+        """Everything submitted is durable, or recorded as failed. Blocks on: the writers."""
+        for writer in self._in_turn():
+            writer.drain()
+
+    def close(self) -> None:
+        """As `drain`, and no thread is left. Failures can still be taken."""
+        for writer in self._in_turn():
+            writer.close()
+
+    def forget(self) -> None:
+        """New ones are made when they are needed; what nobody has taken of the failures of these is lost."""
+        self._saves = self._uploads = None
+
+    def holds(self, path: str) -> bool:
+        """Whether a save or upload to `path` is queued or being written."""
+        return any(writer.holds(path) for writer in self._in_turn())
+
+    @property
+    def failed(self) -> bool:
+        """Whether a failed save or upload waits to be reported."""
+        return any(writer.failed for writer in self._in_turn())
+
+    def take_failure(self, on_error: str) -> Failure | None:
+        """The oldest failure not yet taken, of saves before uploads; each is taken once."""
+        return take_failure(self._saves, self._uploads, on_error)
+
+    def settle_failure(self) -> None:
+        """A failed save of all ranks, of which another rank has heard, waits to be taken here, too."""
+        if self._saves is not None:
+            self._saves.settle_failure()
