@@ -10,7 +10,6 @@ import logging
 import os
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -114,7 +113,6 @@ class Session:
         self._stopped_within_epoch = False
         self._stopping = False
         self._epoch_begun = False
-        self._committed: deque[events.Committed] = deque()
         # One order for all ranks, whatever they were seeded with.
         root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
         self._data_rank = DataRank.among(places, ranks.rank)
@@ -122,7 +120,7 @@ class Session:
         self.news = News(trainer, self._saves)
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
-            events.observe(self._on_event), _callbacks.see_queued_files(trainer, self._wait_for),
+            events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
             compare_next_load(trainer, ranks),
         ]  # fmt: skip
         if plugin is not None:
@@ -436,21 +434,11 @@ class Session:
                 "%s (%s; %d in a row, the run stops at %d)", failure.error, after, failure.in_a_row, GIVE_UP_AFTER
             )
 
-    def _on_event(self, event: events.Event) -> None:
-        """Thread: main or writer."""
-        if not isinstance(event, events.Committed) or not self._tiers.has(event.path):
-            return
-        if _names.parse_checkpoint_name(_names.split(event.path)[1]):  # not what another callback saves there
-            self._committed.append(event)
-
     def _tell_of_commits(self) -> None:
         """Loggers hear of a checkpoint after it is durable, never before."""
-        newest = None
-        while self._committed:
-            committed = self._committed.popleft()
+        durable = self._tiers.take_durable()
+        for committed in durable:
             self.news.log_metrics(self._tiers.figures(committed))
-            if newest is None or committed.step >= newest.step:
-                newest = committed
-        if newest is not None:  # of several the newest: the others may have been rotated away
-            self._tell(newest.path)
+        if durable:  # of several the newest: the others may have been rotated away
+            self._tell(max(reversed(durable), key=lambda committed: committed.step).path)
         self.news.pass_on()

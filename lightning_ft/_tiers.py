@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -27,7 +28,7 @@ from lightning_ft._same_directory import require_same_directory
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft.discovery import list_checkpoints, start_of
 from lightning_ft.errors import CheckpointError
-from lightning_ft.events import Committed
+from lightning_ft.events import Committed, Event
 from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
@@ -61,6 +62,7 @@ class Tiers:
         self._options = plugin.storage_options if plugin is not None else None
         self._locks: list[DirectoryLock] = []
         self._names: set[str] = set()
+        self._durable: deque[Committed] = deque()
         self._newest: tuple[str, Manifest] | None = None  # of the local directory; only the writer thread looks
         # A full read back is the only way to know a checkpoint better than its listing does.
         read = plugin is not None and plugin.verify_after_write == "full"
@@ -71,6 +73,17 @@ class Tiers:
     def first(self) -> str:
         """The directory that a save is written to."""
         return self.dirpath if self.local is None else self.local.dirpath
+
+    def note(self, event: Event) -> None:
+        """What is a checkpoint of the run that is durable now is kept until it is taken. Thread: main or writer."""
+        if not isinstance(event, Committed) or not self.has(event.path):
+            return
+        if _names.parse_checkpoint_name(_names.split(event.path)[1]):  # not what another callback saves there
+            self._durable.append(event)
+
+    def take_durable(self) -> list[Committed]:
+        """Checkpoints of the run that have become durable and were not taken yet, in order. Thread: main."""
+        return [self._durable.popleft() for _ in range(len(self._durable))]
 
     def has(self, path: str) -> bool:
         """Whether `path` is in one of the directories."""
