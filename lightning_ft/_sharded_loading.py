@@ -29,10 +29,11 @@ from torch.optim import Optimizer
 from lightning_ft import _names
 from lightning_ft._broadcast import load_once
 from lightning_ft._dist import Ranks
-from lightning_ft._filling import Filling, WholeFile, objects_of
+from lightning_ft._filling import Filling, Source, WholeFile, objects_of
 from lightning_ft._loading import Loading
 from lightning_ft._places import Places
 from lightning_ft._shards import Shards
+from lightning_ft._shared_verification import share_out
 
 
 def load_into(
@@ -63,12 +64,13 @@ def load_into(
         RestoreError: It does not fit; nothing has changed.
     """
     ranks = Ranks()
+    fill = partial(Filling, module=module, optimizers=optimizers, strict=strict)
     try:
         if ranks.together(lambda: loading.is_sharded(path)):
-            return _from_shards(loading, ranks, path, module, optimizers, strict, weights_only)
+            return _from_shards(loading, ranks, path, fill, optimizers is not None, weights_only)
         load: Callable[[], dict[str, Any]] = partial(loading.load, path, None, weights_only, mapped=not once)
         load = partial(load_once, load, None) if once else load
-        return _from_file(loading, ranks, path, module, optimizers, strict, load)
+        return _from_file(loading, ranks, path, fill, module, optimizers is not None, load)
     finally:
         ranks.close()
 
@@ -77,9 +79,8 @@ def _from_shards(
     loading: Loading,
     ranks: Ranks,
     path: str,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer] | None,
-    strict: bool,
+    fill: Callable[[Source, dict[str, Any]], Filling],
+    optimizers: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
     with closing(ranks.together(lambda: loading.open_shards(path))) as shards:
@@ -88,8 +89,8 @@ def _from_shards(
         if ranks.decide(lambda: loading.knows(path)):
             shards.trust()
         _verify_together(shards, ranks)
-        objects = ranks.decide(lambda: _read_on_zero(shards, objects_of(shards, optimizers is not None), weights_only))
-        filling = ranks.together(lambda: Filling(shards, objects, module, optimizers, strict=strict))
+        objects = ranks.decide(lambda: _read_on_zero(shards, objects_of(shards, optimizers), weights_only))
+        filling = ranks.together(lambda: fill(shards, objects))
         small = ranks.decide(lambda: _read_on_zero(shards, filling.small, weights_only))
         ranks.together(lambda: shards.verify(shards.files_wanted(filling.wanted)))
         ranks.together(lambda: filling.fill(small))
@@ -103,8 +104,8 @@ def _rest(loading: Loading, shards: Shards, weights_only: bool | None) -> dict[s
 
 
 def _verify_together(shards: Shards, ranks: Ranks) -> None:
-    names = sorted(shards.manifest.files) if shards.manifest is not None else []
-    ranks.together(lambda: shards.verify_only(names[ranks.rank :: ranks.world_size]))
+    names = share_out(shards.manifest, ranks.world_size)[ranks.rank] if shards.manifest is not None else ()
+    ranks.together(lambda: shards.verify_only(names))
     shards.trust()
 
 
@@ -117,9 +118,9 @@ def _from_file(
     loading: Loading,
     ranks: Ranks,
     path: str,
+    fill: Callable[[Source, dict[str, Any]], Filling],
     module: nn.Module,
-    optimizers: Sequence[Optimizer] | None,
-    strict: bool,
+    optimizers: bool,
     load: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
     """Of a local file each rank looks at its own parts only, through memory that is shared with the others."""
@@ -128,7 +129,7 @@ def _from_file(
         loading.mark_verified(path)
     checkpoint = ranks.together(load)
     source = ranks.together(lambda: WholeFile(path, checkpoint, Places(module).parameter_names()))
-    objects = source.read_objects(objects_of(source, optimizers is not None), None)
-    filling = ranks.together(lambda: Filling(source, objects, module, optimizers, strict=strict))
+    objects = source.read_objects(objects_of(source, optimizers), None)
+    filling = ranks.together(lambda: fill(source, objects))
     ranks.together(lambda: filling.fill(source.read_objects(filling.small, None)))
     return checkpoint

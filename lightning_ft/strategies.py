@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,14 +44,14 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
     """What `FaultTolerantCheckpoint` asks of a strategy that has a `save_checkpoint` of its own."""
 
     @property
+    @abstractmethod
     def saves_sharded(self) -> bool:
         """Whether every rank writes its part of a checkpoint."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def weights_key(self) -> str:
         """Under which name the weights stand in a directory that plain Lightning's strategy of this kind writes."""
-        raise NotImplementedError
 
     def _plugin(self) -> FaultTolerantCheckpointIO:
         if self._checkpoint_io is None:
