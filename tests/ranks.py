@@ -1,4 +1,4 @@
-"""A function on several ranks, each a fresh process, in one gloo group; and what became of each."""
+"""A function on several ranks, each a fresh process, with all that a gloo group needs; and what became of each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,8 +57,13 @@ class Outcome:
     error: str
 
 
-def run(function: Callable[..., Any], root: Path, *arguments: Any, world_size: int = 2) -> list[Outcome]:
-    """What `function(rank, *arguments)` returned on each rank, or how it ended; no process is left."""
+def run(
+    function: Callable[..., Any], root: Path, *arguments: Any, world_size: int = 2, within_secs: float = WITHIN_SECS
+) -> list[Outcome]:
+    """What `function(rank, *arguments)` returned on each rank, or how it ended; no process is left.
+
+    Nobody is killed because another one has ended; but all that are left are after `within_secs`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(testing.PRELOADED)
     root.mkdir(parents=True, exist_ok=True)
@@ -69,8 +75,9 @@ def run(function: Callable[..., Any], root: Path, *arguments: Any, world_size: i
     for rank in ranks:
         rank.start()
     waiting = {rank.sentinel for rank in ranks}
+    deadline = time.monotonic() + within_secs
     while waiting:
-        ready = connection.wait(list(waiting), WITHIN_SECS)
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         waiting -= set(ready)  # type: ignore[arg-type]
@@ -83,9 +90,11 @@ def run(function: Callable[..., Any], root: Path, *arguments: Any, world_size: i
     return [_outcome(root, number, code) for number, code in enumerate(codes)]
 
 
-def values(function: Callable[..., Any], root: Path, *arguments: Any, world_size: int = 2) -> list[Any]:
+def values(
+    function: Callable[..., Any], root: Path, *arguments: Any, world_size: int = 2, within_secs: float = WITHIN_SECS
+) -> list[Any]:
     """As `run`, of ranks that all end well."""
-    outcomes = run(function, root, *arguments, world_size=world_size)
+    outcomes = run(function, root, *arguments, world_size=world_size, within_secs=within_secs)
     assert [outcome.exit_code for outcome in outcomes] == [0] * world_size, "\n".join(o.error for o in outcomes)
     return [outcome.value for outcome in outcomes]
 

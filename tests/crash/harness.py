@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
 from lightning_ft import _attempt, _direct, _save_task, _sink, events, rotation
@@ -264,3 +265,14 @@ BREAKAGES: dict[str, Callable[[], None]] = {
     "early_commit": _early_commit,
     "stray_names": _stray_names,
 }
+
+
+class NothingLeft(Callback):
+    """What a kill left behind is gone when training starts; nothing has been saved by then."""
+
+    def __init__(self, dirpath: str) -> None:
+        self.dirpath = dirpath
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        left = [name for name in os.listdir(self.dirpath) if parse_leftover(name)]
+        assert not left, f"still there after a start: {left}"

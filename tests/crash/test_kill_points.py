@@ -6,35 +6,22 @@ import os
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
 from lightning_ft import events
 from lightning_ft._names import parse_leftover
 from lightning_ft.testing import assert_resume_exact
 from tests.crash import harness
-from tests.crash.harness import Saver, check, read_log, start
+from tests.crash.harness import NothingLeft, Saver, check, read_log, start
 from tests.trainer import scenarios as s
 
 LEAVE_SOMETHING = {"AttemptOpened", "DataWritten", "DataSynced", "DeleteHidden"}
 
 
 # -- real trainings ----------------------------------------------------------------------------------------------
-
-
-class NothingLeft(Callback):
-    """What a kill left behind is gone when training starts; nothing has been saved by then."""
-
-    def __init__(self, dirpath: str) -> None:
-        self.dirpath = dirpath
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        left = [name for name in os.listdir(self.dirpath) if parse_leftover(name)]
-        assert not left, f"still there after a start: {left}"
 
 
 def checked_trainer(dirpath: str, keep: int) -> L.Trainer:

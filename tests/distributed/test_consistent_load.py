@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import re
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -32,6 +29,7 @@ from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests import directories
 from tests.distributed.test_failures import start
+from tests.ranks import Rank, values
 from tests.stores import counted
 from tests.trainer import scenarios as s
 
@@ -183,41 +181,21 @@ def use(rank: int, directory: Path) -> dict[str, Any]:
     return seen
 
 
-def main(rank: int, dirpath: str) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{dirpath}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
-        seen = use(rank, Path(dirpath))
-        dist.destroy_process_group()
-    except BaseException:
-        seen = {"error": traceback.format_exc()}
-    (Path(dirpath) / f"rank{rank}").write_bytes(pickle.dumps(seen))
+def main(rank: Rank) -> dict[str, Any]:
+    dist.init_process_group("gloo", rank=rank.number, world_size=rank.world_size, timeout=timedelta(seconds=60))
+    seen = use(rank.number, rank.root)
+    dist.destroy_process_group()
+    return seen
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    dirpath = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=main, args=(rank, str(dirpath))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT_SECS)
-    hung = [process for process in processes if process.is_alive()]
-    for process in hung:
-        process.kill()
-    assert not hung, "a rank hangs"
-    return dirpath
+    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
 def seen(directory: Path) -> list[dict[str, Any]]:
-    found = [pickle.loads((directory / f"rank{rank}").read_bytes()) for rank in range(2)]
-    for rank, result in enumerate(found):
-        assert "error" not in result, f"rank {rank}:\n{result['error']}"
-    return found
+    return values(main, directory, within_secs=LIMIT_SECS)
 
 
 def test_what_one_rank_cannot_do_fails_on_all(seen: list[dict[str, Any]]) -> None:

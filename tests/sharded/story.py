@@ -105,7 +105,7 @@ def tell(root: Path, chapters: Sequence[Chapter], optimizer: str = "adamw", **kw
         path = str(root / f"chapter{number}")
         args = (str(root / "checkpoints"), path, chapter, optimizer, kwargs)
         ended = processes.start(chapter.ranks, start, *args)
-        killed = [outcome.exitcode == -9 for outcome in ended]
+        killed = [outcome.exit_code == -9 for outcome in ended]
         errors = "\n".join(outcome.error for outcome in ended)
         assert killed == [chapter.kill_at is not None] * chapter.ranks, f"chapter {number} {killed}: {errors}"
         told.append(_read(path, chapter.ranks))

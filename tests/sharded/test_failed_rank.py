@@ -74,8 +74,8 @@ def test_e6_a_rank_that_is_killed(kind: str, point: str, tmp_path: Path) -> None
     dirpath = str(tmp_path / "run")
     ended = processes.start(2, killed, dirpath, kind, point, timeout_secs=ENDS_WITHIN_SECS)
     victim = int(point[-1])
-    assert ended[victim].exitcode == -9
-    assert ended[1 - victim].exitcode == 1, "it trained on without the other"
+    assert ended[victim].exit_code == -9
+    assert ended[1 - victim].exit_code == 1, "it trained on without the other"
     left = harness.check(dirpath, f"{dirpath}.events", keep=1)
     visible = {name for name in os.listdir(dirpath) if name.endswith(".ckpt") and name not in left}
     published = point.startswith(("Renamed", "Committed"))

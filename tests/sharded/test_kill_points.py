@@ -9,11 +9,9 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
 from lightning_ft import events
-from lightning_ft._names import parse_leftover
 from lightning_ft.testing import assert_resume_exact
 from tests.crash import harness
 from tests.sharded import job
@@ -25,24 +23,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 POINTS = [f"{event}@0" for event in events.DIRECTORY_KILL_POINTS] + ["FileWritten@1", "FileSynced@1"]
 
 
-class NothingLeft(Callback):
-    """What a kill left behind is gone when training starts; nothing has been saved by then."""
-
-    def __init__(self, dirpath: str) -> None:
-        self.dirpath = dirpath
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        left = [name for name in os.listdir(self.dirpath) if parse_leftover(name)]
-        assert not left, f"still there after a start: {left}"
-
-
 def checked_trainer(dirpath: str, kind: str) -> L.Trainer:
     """Called in every fresh process, so rank 0 sees what the kill before left; an error fails the whole proof."""
     if job.rank() == 0:
         harness.check(dirpath, f"{dirpath}.events", 1)
         harness.log_events(f"{dirpath}.events")
     return job.trainer(
-        dirpath, kind, max_epochs=5, callbacks=(partial(NothingLeft, dirpath),), ft_args={"keep_last": 1}
+        dirpath, kind, max_epochs=5, callbacks=(partial(harness.NothingLeft, dirpath),), ft_args={"keep_last": 1}
     )
 
 

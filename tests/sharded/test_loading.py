@@ -18,8 +18,8 @@ import lightning_ft as ft
 from lightning_ft._consolidate import consolidate
 from lightning_ft.manifest import parse_directory, seal_directory
 from lightning_ft.storage import Storage
+from tests.ranks import Rank, values
 from tests.sharded.models import Look, Net, differences, gathered, trainer
-from tests.sharded.ranks import Rank, values
 
 OURS = ("fsdp.full", "fsdp.sharded", "mp.full", "mp.sharded")
 PLAIN = ("plain.fsdp.sharded", "plain.mp.sharded", "plain.mp.full", "ddp")

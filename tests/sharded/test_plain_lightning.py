@@ -101,7 +101,7 @@ def flat(path: Path) -> dict[str, Any]:
 def test_e6_it_mixes_two_steps(kind: str, tmp_path: Path) -> None:
     """A rank that is killed while an older save is replaced leaves half of each, and nothing tells."""
     ended = processes.start(2, saved_over, str(tmp_path), kind)
-    assert ended[1].exitcode == -signal.SIGKILL
+    assert ended[1].exit_code == -signal.SIGKILL
     states = {name: flat(tmp_path / f"{name}.ckpt") for name in ("2", "4", "last")}
     of_step = {
         name: {step for step in ("2", "4") if digest(value) == digest(states[step][name])}

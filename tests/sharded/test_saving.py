@@ -34,7 +34,7 @@ from lightning_ft._plan import Late
 from lightning_ft._staging import SnapshotError
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.storage import Storage
-from tests.sharded.ranks import Rank, run, values
+from tests.ranks import Rank, run, values
 
 State = dict[str, Any]
 

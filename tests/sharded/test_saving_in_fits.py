@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lightning_ft as ft
 from lightning_ft import _directory
 from lightning_ft.errors import ConfigurationError, SaveError
-from tests.sharded.ranks import Rank, run, values
+from tests.ranks import Rank, run, values
 
 
 class ShardedDDP(DDPStrategy):

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import pickle
 import threading
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_ft._dist import Ranks, Vote
 from lightning_ft.errors import ConfigurationError, FaultToleranceError, NoUsableCheckpointError, RankFailure
+from tests.ranks import Rank, values
 
 WORLD_SIZE = 2
 LIMIT_SECS = 120
@@ -142,40 +139,16 @@ def _use(rank: int) -> dict[str, Any]:
     return seen
 
 
-def _main(rank: int, dirpath: str) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{dirpath}/store",
-            rank=rank,
-            world_size=WORLD_SIZE,
-            timeout=timedelta(seconds=60),
-        )
-        seen = _use(rank)
-        dist.destroy_process_group()
-    except BaseException:
-        seen = {"error": traceback.format_exc()}
-    (Path(dirpath) / f"rank{rank}").write_bytes(pickle.dumps(seen))
+def _main(rank: Rank) -> dict[str, Any]:
+    dist.init_process_group("gloo", rank=rank.number, world_size=rank.world_size, timeout=timedelta(seconds=60))
+    seen = _use(rank.number)
+    dist.destroy_process_group()
+    return seen
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    dirpath = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_main, args=(rank, str(dirpath))) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT_SECS)
-    hung = [process for process in processes if process.is_alive()]
-    for process in hung:
-        process.kill()
-    assert not hung, "a rank hangs"
-    found = [pickle.loads((dirpath / f"rank{rank}").read_bytes()) for rank in range(WORLD_SIZE)]
-    for rank, result in enumerate(found):
-        assert "error" not in result, f"rank {rank}:\n{result['error']}"
-    return found
+    return values(_main, tmp_path_factory.mktemp("ranks"), world_size=WORLD_SIZE, within_secs=LIMIT_SECS)
 
 
 pair = pytest.mark.distributed
