@@ -203,7 +203,7 @@ class Places:
     def _add_others(self, module: nn.Module) -> None:
         seen: dict[int, str] = {identity: names[0] for identity, names in self.names_of.items() if len(names) == 1}
         for prefix, owner in module.named_modules(remove_duplicate=False):
-            tensors = {**owner._parameters, **{n: b for n, b in owner._buffers.items()}}
+            tensors = {**owner._parameters, **owner._buffers}
             for short, tensor in tensors.items():
                 if tensor is None or short in owner._non_persistent_buffers_set or id(tensor) in self.flat:
                     continue

@@ -7,17 +7,17 @@ and the digest of each of these files.
 
 from __future__ import annotations
 
-import builtins
 import io
 import itertools
 import logging
 import math
+import pathlib
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import PurePath
+from importlib import import_module
 from typing import Any, BinaryIO, Literal
 
 import torch
@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 Depth = Literal["full", "size", "off"]
 # Under which of these the weights are depends on the strategy that saved them.
 _WEIGHTS = ("state_dict", "model")
+_DCP = "torch.distributed.checkpoint."
 _OPTIMIZER = re.compile(r"optimizer_([0-9]+)\Z")
 # Beyond so many, files are opened and verified when they are read and closed then, whatever was verified before.
 _MOST_OPEN = 256
@@ -386,18 +387,20 @@ class _Unpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # its name in pickles of Python 3.13
         found = super().find_class(module, name) if self._is_known(module, name) else None
         if found is None or (module == "torch" and not (name == "Size" or isinstance(found, torch.dtype))):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
         return found
 
     def _is_known(self, module: str, name: str) -> bool:
-        if module.startswith("torch.distributed.checkpoint."):
-            return isinstance(getattr(__import__(module, fromlist=[name]), name, None), type)
-        if module.startswith("pathlib"):
-            return isinstance(getattr(__import__(module, fromlist=[name]), name, builtins), type) and issubclass(
-                getattr(__import__(module, fromlist=[name]), name), PurePath
-            )
+        if module == "pathlib":
+            found = getattr(pathlib, name, None)
+            return isinstance(found, type) and issubclass(found, pathlib.PurePath)
+        if module.startswith(_DCP):
+            # A class of its own, and not one that a module of it has imported.
+            found = getattr(import_module(module), name, None)
+            return isinstance(found, type) and found.__module__.startswith(_DCP)
         return module == "torch" or (module, name) in self._ALLOWED
 
 
