@@ -11,10 +11,10 @@ from tests import ranks
 from tests.ranks import WITHIN_SECS, Outcome, Rank
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run(world_size: int, function: Callable[..., Any], *args: Any, timeout_secs: float = WITHIN_SECS) -> list[Any]:
     """What the ranks return; all of them have ended by themselves, without an error."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as place:
-        return ranks.values(_call, Path(place), function, args, world_size=world_size)
+        return ranks.values(_call, Path(place), function, args, world_size=world_size, within_secs=timeout_secs)
 
 
 def start(
