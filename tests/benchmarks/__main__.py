@@ -113,8 +113,8 @@ def _measure(samples: Samples, plan: Plan, scratch: str) -> None:
             _train(samples, plan, shape, turn, scratch)
         for way in _rotated(restart.WAYS, turn):
             samples.add(f"restart.{way}", fresh.call(restart.measure, path, way, plan.threads))
-        _save_sharded(samples, plan, turn, scratch)
     shutil.rmtree(checkpoints)
+    _save_sharded(samples, plan, scratch)
     for contender in CONTENDERS:
         if contender in ("none", "floor"):
             continue
@@ -146,10 +146,11 @@ def _train(samples: Samples, plan: Plan, shape: Shape, turn: int, scratch: str) 
         samples.add(f"{shape.name}.{contender}", {"throughput": [speed / undisturbed]})
 
 
-def _save_sharded(samples: Samples, plan: Plan, turn: int, scratch: str) -> None:
+def _save_sharded(samples: Samples, plan: Plan, scratch: str) -> None:
+    """Once in a run, whatever the number of rounds: most of its time is two processes that start."""
     shape = plan.sharded
     samples.add("sharded.limits", sharded.measure_limits(scratch, shape.size_bytes))
-    for contender in _rotated(sharded.CONTENDERS, turn):
+    for contender in sharded.CONTENDERS:
         _say(f"  two ranks: {contender}")
         with _scratch(Path(scratch)) as dirpath:
             measured = sharded.measure(dirpath, contender, shape, plan.batch_rows, plan.threads, plan.sharded_saves)

@@ -37,8 +37,8 @@ class Plan:
     large_mib: float = 1024
     small_mib: float = 64
     sharded_mib: float = 256
-    sharded_saves: int = 4
-    """Of two ranks, per contender and round, the first of which is not counted."""
+    sharded_saves: int = 6
+    """Of two ranks, per contender, the first of which is not counted."""
     rounds: int = 3
     large_steps: int = 6
     """Steps of a throughput window; so many are needed that several saves fall into it."""
@@ -48,7 +48,7 @@ class Plan:
     memory_saves: int = 30
     other_memory_saves: int = 4
     """Of the contenders that are no overlapped save."""
-    idle_steps: int = 800
+    idle_steps: int = 600
     idle_pairs: int = 3
     threads: int = 1
     """Of torch, while it trains: one core is left for what happens in the background."""
@@ -75,4 +75,7 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(large_mib=96, sharded_mib=64, rounds=1, small_steps=6, other_memory_saves=3, idle_steps=700, idle_pairs=1)
+QUICK = Plan(
+    large_mib=96, sharded_mib=64, sharded_saves=3, rounds=1, small_steps=5, other_memory_saves=2, idle_steps=250,
+    idle_pairs=1,
+)  # fmt: skip
