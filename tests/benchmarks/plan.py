@@ -36,20 +36,20 @@ class Plan:
 
     large_mib: float = 1024
     small_mib: float = 64
-    sharded_mib: float = 256
-    sharded_saves: int = 6
+    sharded_mib: float = 128
+    sharded_saves: int = 5
     """Of two ranks, per contender, the first of which is not counted."""
     rounds: int = 3
-    large_steps: int = 6
+    large_steps: int = 5
     """Steps of a throughput window; so many are needed that several saves fall into it."""
-    small_steps: int = 12
+    small_steps: int = 10
     beats: int = 1
     """Saves per run and round during which the heartbeat is measured."""
     memory_saves: int = 30
-    other_memory_saves: int = 4
+    other_memory_saves: int = 3
     """Of the contenders that are no overlapped save."""
     idle_steps: int = 600
-    idle_pairs: int = 3
+    idle_pairs: int = 2
     threads: int = 1
     """Of torch, while it trains: one core is left for what happens in the background."""
     batch_rows: int = 128
