@@ -76,6 +76,6 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(
-    large_mib=96, sharded_mib=64, sharded_saves=3, rounds=1, small_steps=5, other_memory_saves=2, idle_steps=250,
+    large_mib=96, sharded_mib=64, sharded_saves=3, rounds=1, small_steps=5, other_memory_saves=3, idle_steps=250,
     idle_pairs=1,
 )  # fmt: skip
