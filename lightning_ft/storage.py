@@ -36,7 +36,7 @@ from lightning_ft._names import is_local, join, normalise, parse_leftover, probe
 from lightning_ft._objects import Entry, ObjectStore
 from lightning_ft._ranged_file import RangedFile
 from lightning_ft._verified_file import open_compared, open_verified
-from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
+from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from lightning_ft.events import (
     AttemptOpened,
     Deleted,
@@ -212,8 +212,8 @@ class Storage:
             removed = self._store(dirpath).remove_abandoned(dirpath)
         except FileNotFoundError:
             return []  # no such directory
-        except StorageError as error:  # no reason not to train: they do no harm
-            logger.warning("unfinished uploads into %s are not looked for: %s", dirpath, error)
+        except OSError as error:  # no reason not to train: they do no harm
+            logger.warning("what killed saves have left in %s is not looked for: %s", dirpath, error)
             return []
         for path in removed:
             emit(LeftoverRemoved(path))
