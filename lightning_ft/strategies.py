@@ -180,6 +180,7 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
     def _setup_model(self, model: Module) -> Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        _silence_torch_about_itself()
         module, wrapped = model, any(isinstance(m, FullyShardedDataParallel) for m in model.modules())
         if self.root_device.type != "cpu" or wrapped:
             model = super()._setup_model(model)
@@ -227,10 +228,8 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
             kind = api.StateDictType.FULL_STATE_DICT
             weights = api.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
             optimizer = api.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            with Fsdp.state_dict_type(self.model, kind, weights, optimizer):
-                yield
+        with Fsdp.state_dict_type(self.model, kind, weights, optimizer):
+            yield
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -256,6 +255,21 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
         # torch's own function for this sorts the positions in each group, and then another order of the optimizer than
         # that of the model is lost.
         return by_position(state, Places(self.lightning_module).parameter_names()) if self.is_global_zero else {}
+
+
+def _silence_torch_about_itself() -> None:
+    """What FSDP warns of at every save, and only torch could change, is not shown in this process any more.
+
+    Not by ``catch_warnings`` around a save: that makes Python forget what it has shown, and show it all again, the
+    user's own warnings included.
+    """
+    for category, message, module in (
+        (FutureWarning, r"FSDP\.state_dict_type\(\)", ""),
+        (FutureWarning, "Please use DTensor instead and we are deprecating ShardedTensor", ""),
+        (UserWarning, "`_get_pg_default_device` will be deprecated", r"torch\.distributed\.fsdp\."),
+        (UserWarning, "Multiple backends are registered with this ProcessGroup", r"torch\.distributed\.fsdp\."),
+    ):
+        warnings.filterwarnings("ignore", message, category, module)
 
 
 class ModelParallelStrategy(_ShardedCheckpoints, theirs.ModelParallelStrategy):

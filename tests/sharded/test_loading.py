@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -400,6 +402,21 @@ class SaveFull(L.Callback):
             setattr(trainer.strategy, self.key, sharded)
 
 
+def _repeated(shown: list[warnings.WarningMessage]) -> list[str]:
+    """Warnings that were shown at every save, those of torch about itself, and the model's own if it was not shown."""
+    counted = Counter(f"{w.category.__name__}: {w.message}" for w in shown)
+    wrong = [f"shown {count} times: {text}" for text, count in counted.items() if count >= STEPS]
+    wrong += [text for text in counted if "ShardedTensor" in text or "_get_pg_default_device" in text]
+    return wrong + ([] if "UserWarning: of the model" in counted else ["the model's warning was not shown"])
+
+
+class Warns(L.Callback):
+    """As a model that warns in every step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        warnings.warn("of the model", stacklevel=1)
+
+
 def _one_file(rank: Rank) -> list[str]:
     """Both forms of the same state: a directory, consolidated, and what the full form saves."""
     from safetensors.torch import load_file
@@ -408,12 +425,16 @@ def _one_file(rank: Rank) -> list[str]:
     forms = (("fsdp", "_state_dict_type", "full"), ("mp", "_save_distributed_checkpoint", False))
     for name, key, full_form in forms:
         run = trainer(
-            f"{name}.sharded", rank.world_size, rank.root, STEPS, ft.FaultTolerantCheckpoint(rank.root / name)
-        )
+            f"{name}.sharded", rank.world_size, rank.root, STEPS,
+            ft.FaultTolerantCheckpoint(rank.root / name, every_n_train_steps=1), Warns(),
+        )  # fmt: skip
         full = rank.root / f"{name}.full.ckpt"
 
         run.callbacks.append(SaveFull(full, key, full_form))  # type: ignore[attr-defined]
-        run.fit(Net())
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("default")
+            run.fit(Net())
+        wrong += [f"{name}: {what}" for what in _repeated(shown)]
         if rank.number == 0:
             directory, out = str(rank.root / name / f"step={STEPS:08d}.ckpt"), str(rank.root / f"{name}.out.ckpt")
             manifest = consolidate(Storage(), directory, out, lambda _: None)
