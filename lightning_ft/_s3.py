@@ -210,7 +210,7 @@ class S3Store(ObjectStore):
         self.request(path, "delete_object", **self.place(path))
 
     def put(self, path: str, data: bytes) -> None:
-        """The object `path` is `data`."""
+        """The small object `path` is `data`."""
         self.request(path, "put_object", **self.place(path), Body=data)
 
     def make_directory(self, path: str) -> None:
