@@ -115,8 +115,8 @@ class Shards:
         except IsADirectoryError as error:
             raise CorruptCheckpointError(
                 self.path,
-                f"is a directory without {METADATA}, neither a checkpoint file nor a sharded one; give a file in it, "
-                'or ckpt_path="last"',
+                f"is a directory without {METADATA}, neither a checkpoint file nor a sharded one; give a checkpoint in "
+                'it (lightning-ft list shows them), or ckpt_path="last"',
             ) from error
 
     def _read_metadata(self) -> Metadata:

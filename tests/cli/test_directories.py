@@ -69,3 +69,4 @@ def test_diff_says_that_it_takes_files(ft: Ft, run_dir: Path) -> None:
     answer = ft("diff", step(run_dir, 6), step(run_dir, 8))
     assert answer.code == 2
     assert "is a directory" in answer.err
+    assert "consolidate" in answer.err
