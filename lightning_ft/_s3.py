@@ -1,7 +1,8 @@
 """Stores that speak S3, through the calls below s3fs: one request where a file interface takes several.
 
 s3fs brings credentials, sessions, endpoints and the event loop. It does not verify what it reads, keeps listings, and
-publishes a file in one thread, part after part.
+publishes a file in one thread, part after part. Its `_call_s3` is private; a version without it is used like any other
+file system of fsspec (see `Storage`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ checkpoint goes and how it is read (`_ShardedCheckpoints`)::
     full             rank 0: everything; the others: nothing   one file, as with any other strategy
 
 Whatever is on disk loads into either strategy, on any number of ranks: see `_sharded_loading`.
+
+Of Lightning's own strategies (2.5.5 to 2.6) these use what is private: `_setup_model`, `_state_dict_type`,
+`_save_distributed_checkpoint` and `_checkpoint_io`, for none of which there is a public way.
 """
 
 from __future__ import annotations

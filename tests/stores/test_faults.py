@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,7 +318,6 @@ def test_waiting_is_bounded_by_the_deadline_and_not_by_the_repetitions(
     chaos.options["deadline_secs"] = 0.5
     storage = Storage(chaos.options)
     chaos.rules.append(Rule("status"))
-    began = time.monotonic()
     with pytest.raises(StorageError, match=r"no answer from the store within 0\.5 s"):
         storage.listdir(chaos.url)
-    assert time.monotonic() - began < 30  # without it: minutes
+    assert 1 < chaos.rules[0].hits < 1000
