@@ -27,15 +27,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 import fsspec
-import xxhash
 
 from lightning_ft._attempt import Attempt
 from lightning_ft._directory import DirectoryAttempt, FileAttempt, mismatch
 from lightning_ft._local_store import LocalStore
 from lightning_ft._names import is_local, join, normalise, parse_leftover, probe_name
 from lightning_ft._objects import Entry, ObjectStore
-from lightning_ft._ranged_file import RangedFile
-from lightning_ft._verified_file import open_compared, open_verified
+from lightning_ft._verified_file import digest_of, open_compared, open_verified
 from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from lightning_ft.events import (
     AttemptOpened,
@@ -59,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Attempt", "DirectoryAttempt", "FileAttempt", "Storage"]
 
-# What is read of a local file at a time, into the same memory: it is hashed while it is in the processor's cache.
-HASHED_BYTES = 1 << 20
 # Of one call of a store: long enough for a part of an upload over a slow line and for some repetitions, and short
 # enough for a run to hear of a store that does not answer.
 DEADLINE_SECS = 60.0
@@ -315,17 +311,11 @@ class Storage:
         Raises:
             CorruptCheckpointError: The file is shorter.
         """
-        state = xxhash.xxh3_128()
-        left = size_bytes
-        buffer = memoryview(bytearray(min(size_bytes, HASHED_BYTES)))
         with self.open_read(path) as file:
-            while left:
-                chunk = file.next_bytes(left) if isinstance(file, RangedFile) else _filled(file, buffer[:left])
-                if not chunk:
-                    raise CorruptCheckpointError(path, f"ends {left} bytes before its end-of-archive record")
-                state.update(chunk)
-                left -= len(chunk)
-        return state.hexdigest()
+            digest, missing_bytes = digest_of(file, size_bytes)
+        if missing_bytes:
+            raise CorruptCheckpointError(path, f"ends {missing_bytes} of {size_bytes} bytes too early")
+        return digest
 
     def open_read(self, path: str) -> BinaryIO:
         """The bytes of `path`, to be closed by the caller; large reads use several threads or requests."""
@@ -428,7 +418,3 @@ def _returned(result: tuple[Manifest | None, int] | Exception) -> tuple[Manifest
     if isinstance(result, Exception):
         raise result
     return result
-
-
-def _filled(file: BinaryIO, buffer: memoryview) -> memoryview:
-    return buffer[: file.readinto(buffer)]  # type: ignore[attr-defined]
