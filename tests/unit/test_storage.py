@@ -411,7 +411,7 @@ def test_a_directory_that_cannot_be_listed_is_not_empty(tmp_path: Path) -> None:
 
 def test_a_file_shorter_than_sealed_has_no_digest(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"x" * 10)
-    with pytest.raises(CorruptCheckpointError, match="ends 5 bytes before"):
+    with pytest.raises(CorruptCheckpointError, match="ends 5 of 15 bytes too early"):
         Storage().read_digest(str(tmp_path / NAME), 15)
 
 
