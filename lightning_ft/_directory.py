@@ -77,7 +77,7 @@ class FileAttempt(HashedFile):
 class DirectoryAttempt(ABC):
     """A directory being written, found by every rank under the same name, no checkpoint before `commit`.
 
-    Thread: any; the files of one rank may be written at the same time.
+    Thread: one, any.
 
     Attributes:
         path: The final name.
@@ -105,8 +105,8 @@ class DirectoryAttempt(ABC):
         """The checkpoint is whole and durable under its final name, or this raises; the attempt is over.
 
         Ranks: zero, after every rank has finished its files. Thread: writer. Blocks on: the disk or the store.
-        On disk after: the checkpoint. After an error nothing under the final name, or, if only the last sync failed,
-        the whole checkpoint.
+        On disk after: the checkpoint. After an error what had the final name before, in a store nothing; or, if only
+        the last sync failed, the whole checkpoint.
 
         Args:
             manifest: With all `files`; its size and digest are set here.

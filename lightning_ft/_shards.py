@@ -220,13 +220,15 @@ class Shards:
         Raises:
             CorruptCheckpointError: One is not.
         """
-        names = sorted(names)
-        if self._compared:
-            for name in names:
-                if len(names) <= _MOST_OPEN:
-                    self._open_files[name] = self._held.enter_context(self._open(name))
-                else:
-                    self._open(name).close()
+        if not self._compared:
+            return
+        new = sorted(set(names) - self._open_files.keys())  # of a store, what is held need not be fetched again
+        held = len(self._open_files) + len(new) <= _MOST_OPEN
+        for name in new:
+            if held:
+                self._open_files[name] = self._held.enter_context(self._open(name))
+            else:
+                self._open(name).close()
 
     def verify_only(self, names: Iterable[str]) -> None:
         """As `verify`, on behalf of other ranks: nothing of these files will be read here.

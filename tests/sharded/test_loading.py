@@ -463,13 +463,26 @@ def test_consolidate_makes_what_the_full_form_saves(tmp_path: Path) -> None:
     assert values(_one_file, tmp_path) == [[], []]
 
 
+def _counting(original: Any, fetched: Counter[str]) -> Any:
+    def counted(storage: Storage, path: str, name: str, *args: Any) -> Any:
+        fetched[name] += 1
+        return original(storage, path, name, *args)
+
+    return counted
+
+
 def _in_a_store(rank: Rank) -> list[str]:
     wrong = []
     for kind in ("fsdp.sharded", "mp.sharded"):
         run = trainer(kind, 1, rank.root, STEPS, ft.FaultTolerantCheckpoint(f"memory://runs/{kind}"))
         run.fit(Net())
         path = f"memory://runs/{kind}/step={STEPS:08d}.ckpt"
-        wrong += [f"{kind}: {name}" for name in differences(gathered(run), _loaded(rank, kind, path))]
+        fetched = Counter[str]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Storage, "open_verified_file", _counting(Storage.open_verified_file, fetched))
+            wrong += [f"{kind}: {name}" for name in differences(gathered(run), _loaded(rank, kind, path))]
+        if fetched != {".metadata": 1, "meta.pt": 1, "__0_0.distcp": 1}:
+            wrong.append(f"{kind}: fetched {fetched}")
         shard = fsspec.filesystem("memory").store[f"/runs/{kind}/step={STEPS:08d}.ckpt/__0_0.distcp"]
         data = bytearray(shard.getvalue())
         data[len(data) // 2] ^= 1
