@@ -193,10 +193,14 @@ def read(dirpath: str, storage: Storage) -> Timeline:
 
 
 def of_newest_run(starts: Sequence[Start]) -> Timeline:
-    """The starts that belong to the run of the last one, by when they began; one that never trained belongs to any."""
+    """The starts that belong to the run of the last one, by when they began.
+
+    One that has saved nothing belongs to any: the next start had nothing to continue and began again, as a run of
+    another id.
+    """
     ordered = sorted(starts, key=lambda start: start.began_at)
     newest = next((start.run_id for start in reversed(ordered) if start.run_id), "")
-    return Timeline(tuple(start for start in ordered if start.run_id in (newest, "")))
+    return Timeline(tuple(start for start in ordered if start.run_id == newest or not start.saves))
 
 
 def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:

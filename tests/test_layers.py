@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_ft"
 
 LAYERS: dict[int, str] = {
-    0: "errors events exit_codes _names _registry _wrappers",
+    0: "errors events exit_codes _names _words _registry _wrappers",
     1: "manifest _archive _direct _sink _disk_file _attempt _directory _store_directory _threaded_file storage _lock "
     "_store_errors _calls _objects _local_store _s3 _s3_parts _s3_upload _ranged_file _verified_file _holder "
     "_descriptions _contents",

@@ -92,9 +92,17 @@ def test_a_finished_run_that_is_trained_on_has_lost_nothing(tmp_path: Path) -> N
 
 
 def test_another_run_in_the_directory_is_not_of_this_one(tmp_path: Path) -> None:
-    write(tmp_path, "1", [started(0), training(1, 0, "old"), progress(5, 9)])
+    write(tmp_path, "1", [started(0), training(1, 0, "old"), progress(5, 9), committed(6, 9, 0.1)])
     write(tmp_path, "2", [started(10), training(11, 0, "new"), progress(15, 9)])
     assert [start.run_id for start in read(str(tmp_path), Storage()).starts] == ["new"]
+
+
+def test_who_was_killed_before_the_first_save_has_lost_all(tmp_path: Path) -> None:
+    write(tmp_path, "1", [started(0), training(1, 0, "begun"), progress(5, 9)])
+    write(tmp_path, "2", [started(10), training(11, 0, "begun again"), progress(15, 4)])
+    timeline = read(str(tmp_path), Storage())
+    assert (timeline.restarts, timeline.lost_steps) == (1, 9)
+    assert timeline.goodput == pytest.approx(4 / 15)
 
 
 def test_what_a_kill_cut_short_and_what_is_not_known_is_passed_over(tmp_path: Path) -> None:
