@@ -362,7 +362,7 @@ class Storage:
         return self._store(path).size(path)
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Name and size in bytes of every file in the directory `path`."""
+        """Name and size in bytes of every file in the directory `path`; none or FileNotFoundError if there is none."""
         path = normalise(path)
         return self._store(path).sizes(path)
 

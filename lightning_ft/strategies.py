@@ -137,6 +137,8 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
 class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
     """Lightning's `FSDPStrategy`, same arguments, with checkpoints through `FaultTolerantCheckpointIO`.
 
+    One file, by default; a directory, written by all ranks, with ``state_dict_type="sharded"``.
+
     ``accelerator="cpu"`` works. Name in the registry: ``"fsdp_ft"``.
     """
 
@@ -277,6 +279,8 @@ def _silence_torch_about_itself() -> None:
 
 class ModelParallelStrategy(_ShardedCheckpoints, theirs.ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy`, same arguments, with checkpoints through `FaultTolerantCheckpointIO`.
+
+    A directory, written by all ranks, by default; one file with ``save_distributed_checkpoint=False``.
 
     ``accelerator="cpu"`` works; give ``process_group_backend="gloo"`` where torch would choose another one. Name in
     the registry: ``"model_parallel_ft"``.
