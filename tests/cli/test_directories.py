@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_ft.discovery import verify
 from lightning_ft.storage import Storage
 from tests import directories
 from tests.cli.conftest import Answer, flip, step
+from tests.trainer import runs
 
 Ft = Callable[..., Answer]
 
@@ -107,6 +109,17 @@ def test_show_executes_nothing_of_a_table(ft: Ft, tmp_path: Path, monkeypatch: p
     assert answer.code == 1
     assert ".metadata cannot be read" in answer.err
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_consolidate_puts_no_file_beside_a_directory_of_its_name(ft: Ft, run_dir: Path, force: list[str]) -> None:
+    with runs.memory() as url:
+        directories.save(Storage(), f"{url}/last.ckpt")
+        for path in (f"{url}/last.ckpt", str(step(run_dir, 8))):
+            answer = ft("consolidate", step(run_dir, 6), path, *force)
+            assert answer.code == 2
+            assert f"{path} is a directory" in answer.err
+            assert verify(path).problem is None
 
 
 def test_prune_judges_and_deletes(ft: Ft, run_dir: Path) -> None:
