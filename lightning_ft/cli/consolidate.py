@@ -70,6 +70,8 @@ def consolidate_(
     if not target.endswith(SUFFIXES):
         raise typer.BadParameter(f"{target} ends in neither {' nor '.join(SUFFIXES)}", param_hint="OUT")
     options.existing(storage, source, "FROM")
+    if storage.exists(target) and not storage.is_file(target):
+        raise typer.BadParameter(f"{target} is a directory, which is not replaced: give another name", param_hint="OUT")
     if storage.exists(target) and not force:
         raise typer.BadParameter(f"{target} exists; --force replaces it", param_hint="OUT")
     with progress_bar("reading", as_json) as progress:
