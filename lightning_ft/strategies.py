@@ -16,13 +16,16 @@ Of Lightning's own strategies (2.5.5 to 2.6) these use what is private: `_setup_
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch import strategies as theirs
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,6 +33,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ft._own_state import differing, own_state
 from lightning_ft._places import Places, note_wrapper
 from lightning_ft._positions import by_position
 from lightning_ft._wrappers import plain_name, plain_names, plain_optimizer_state
@@ -37,6 +41,8 @@ from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 
 __all__ = ["FSDPStrategy", "ModelParallelStrategy"]
+
+_log = logging.getLogger(__name__)
 
 
 class _ShardedCheckpoints(theirs.ParallelStrategy):
@@ -74,7 +80,7 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
         """`checkpoint` is on its way to `filepath`, of which rank 0's is taken. Ranks: all."""
         path = self.broadcast(os.fspath(filepath))
         plugin = self._plugin()
-        self._require_known_names(checkpoint["state_dict"])
+        self._look_once(checkpoint)
         if self.saves_sharded:
             state = {self.weights_key: checkpoint.pop("state_dict")}
             for number, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -83,12 +89,26 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
         elif self.is_global_zero:
             plugin.save_checkpoint(checkpoint, path, storage_options)
 
-    def _require_known_names(self, weights: dict[str, Any]) -> None:
-        """Once: what is saved can be loaded. A `state_dict` of the user's own may name things as it likes."""
+    def _look_once(self, checkpoint: dict[str, Any]) -> None:
+        """At the first save of a model: it can be loaded, and what would not be the same then is said."""
         module = self.lightning_module
         assert module is not None
         if module is self._names_known_of:
             return
+        self._require_known_names(module, checkpoint["state_dict"])
+        self._names_known_of = module
+        own: list[Any] = [None] * self.world_size
+        dist.all_gather_object(own, own_state(module, checkpoint.get("callbacks", {})))
+        if (different := differing(own)) and self.is_global_zero:
+            more = f" and {len(different) - 5} more" if len(different) > 5 else ""
+            _log.warning(
+                "ranks differ in %s%s: checkpoints hold what rank 0 has, which a restart gives to all, so it is not "
+                "exact. Let the ranks have the same: SyncBatchNorm does, for running statistics; of shards, a callback "
+                "can keep none", ", ".join(different[:5]), more,
+            )  # fmt: skip
+
+    def _require_known_names(self, module: pl.LightningModule, weights: dict[str, Any]) -> None:
+        """A `state_dict` of the user's own may name things as it likes."""
         places = Places(module)
         unknown = places.unplaced(weights)
         missing = [] if not module.strict_loading else sorted(places.by_name.keys() - map(places.canonical, weights))
@@ -99,7 +119,6 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
                 f"parameters or buffers, and leaves out {missing[:5]}: {type(self).__name__} could not load that. Keep "
                 "what is no parameter in on_save_checkpoint; to leave something out, set strict_loading = False"
             )
-        self._names_known_of = module
 
     @override
     def load_checkpoint(

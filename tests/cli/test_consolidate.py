@@ -91,6 +91,15 @@ def test_bad_arguments(ft: Ft, run_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x.ckpt").exists()
 
 
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_a_directory_is_never_replaced(ft: Ft, run_dir: Path, tmp_path: Path, force: tuple[str, ...]) -> None:
+    (tmp_path / "x.ckpt").mkdir()
+    answer = ft("consolidate", step(run_dir, 4), tmp_path / "x.ckpt", *force)
+    assert answer.code == 2
+    assert "is a directory, which is not replaced" in answer.err
+    assert not list((tmp_path / "x.ckpt").iterdir())
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """As Lightning's FSDP strategy writes it: DCP files with the tensors, and the rest in meta.pt."""
