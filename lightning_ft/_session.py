@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
+from lightning_ft import _callbacks, _loops, _names, _parallel_writes, _rng, _surprises, events
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
@@ -32,7 +32,7 @@ from lightning_ft._restore import Restore, build_state
 from lightning_ft._save_options import SaveOptions
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
-from lightning_ft._written_by import saves_sharded
+from lightning_ft._written_by import saves_replicated, saves_sharded
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
@@ -124,8 +124,10 @@ class Session:
             compare_next_load(trainer, ranks),
         ]  # fmt: skip
         if plugin is not None:
-            sharded = saves_sharded(trainer.strategy)
+            sharded = saves_sharded(trainer.strategy, plugin)
             plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
+            if saves_replicated(trainer.strategy, plugin):
+                self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
 
     def _saves(self) -> tuple[int, int]:
@@ -412,7 +414,7 @@ class Session:
 
     def _late(self) -> Late | None:
         # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
-        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
+        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy, self._plugin)
         if self._plugin is None or not copies or not self._plugin.overlaps:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)

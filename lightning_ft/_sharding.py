@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_ft._dist import Ranks
 from lightning_ft._layout import has_one_storage
 from lightning_ft._plan import Late
+from lightning_ft._replicated import Replicated
 from lightning_ft._sharded_plan import LocalState, Part, share_out
 from lightning_ft._staging import Staged, Stager
 from lightning_ft.errors import SaveError
@@ -116,7 +117,7 @@ class Sharding:
         """How often a plan had to be made."""
         self._timeout = timeout
         self._group = self._new_group()
-        self._signature: list[tuple[Any, ...]] | None = None
+        self._signature: list[Any] | None = None
         self._parts: tuple[Part, ...] = ()
         self._everyone: tuple[tuple[Part, ...], ...] = ()
         self._metadata: Metadata | None = None
@@ -124,7 +125,7 @@ class Sharding:
     def _new_group(self) -> WriterGroup | None:
         return WriterGroup(self._timeout) if self.ranks.world_size > 1 else None
 
-    def agree(self, state: dict[str, Any], path: str, manifest: Manifest) -> Agreed:
+    def agree(self, state: dict[str, Any] | Replicated, path: str, manifest: Manifest) -> Agreed:
         """Every rank knows what it writes, and where: to rank 0's `path`, with the identity in rank 0's `manifest`.
 
         Blocks on: all ranks. One small exchange; two more when something about the state has changed on any rank.

@@ -15,7 +15,7 @@ SHARDED = ("fsdp-sharded", "fsdp2-sharded")
 
 
 @pytest.mark.parametrize(
-    "kind", [*SHARDED, "ddp", pytest.param("fsdp-full", marks=slow), pytest.param("fsdp2-full", marks=slow)]
+    "kind", [*SHARDED, "ddp-sharded", "ddp", pytest.param("fsdp-full", marks=slow), pytest.param("fsdp2-full", marks=slow)]
 )
 def test_h1_two_ranks_then_one_then_two(kind: str, tmp_path: Path) -> None:
     """48 samples, batches of 4: 6 steps of an epoch on two ranks."""
