@@ -139,7 +139,7 @@ class Sharding:
             signature = local.signature()
             changed = signature != self._signature
         except Exception as error:  # the others wait for this rank
-            problem = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+            problem = self._problem(error)
         broken = self._group is not None and self._group.broken
         offers = self.ranks.all_gather(_Offer(path, manifest, changed, broken, problem))
         if any(offer.group_broken for offer in offers):
@@ -157,13 +157,18 @@ class Sharding:
             first.path, first.manifest, local, self._parts, self._everyone, self._metadata, self._group, self.ranks.rank
         )
 
+    def _problem(self, error: Exception) -> str:
+        if isinstance(error, SaveError):
+            return str(error)  # of what is the same on all ranks, and said once then
+        return f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+
     def _plan(self, local: LocalState) -> None:
         self.planned += 1
         problem, plan = "", None
         try:
             plan = local.plan()
         except Exception as error:
-            problem = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+            problem = self._problem(error)
         offers = self.ranks.gather((problem, plan))
 
         def decide() -> list[tuple[Part, ...]]:
@@ -187,7 +192,7 @@ class Sharding:
 
 
 def _raise_any(problems: list[str]) -> None:
-    found = [problem for problem in problems if problem]
+    found = dict.fromkeys(problem for problem in problems if problem)
     if found:
         raise SaveError("; ".join(found))
 
