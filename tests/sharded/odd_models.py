@@ -71,6 +71,7 @@ class Odd(Net):
         del state["left_out"]
         state["half"] = self.net[0].weight.detach().bfloat16()
         state["rank"] = torch.tensor(self.global_rank)
+        state["net.0.bias"] = state["net.0.bias"] + self.global_rank  # not what it is called
         return state
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
