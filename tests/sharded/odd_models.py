@@ -18,11 +18,14 @@ class Net(L.LightningModule):
     def __init__(self, optimizer: Callable[[L.LightningModule], Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 200))
+        # The second of them lies where rank 1 writes, if nothing is kept for the parameters.
+        self.net = nn.Sequential(
+            nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 200), nn.BatchNorm1d(200)
+        )
         self.optimizer = optimizer or (lambda module: torch.optim.AdamW(module.net.parameters(), lr=0.01))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0] + self.global_rank).pow(2).mean()
+        return self.net(batch[0] + self.global_rank).sigmoid().pow(2).mean()
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self)
@@ -47,7 +50,7 @@ class Tied(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.net[:3](batch[0] + self.global_rank)
-        out = self.net[3](hidden) + self.twin(hidden)
+        out = self.net[4](self.net[3](hidden) + self.twin(hidden))
         return self.versioned(out).pow(2).mean() + self.frozen.sum() * 0
 
 
@@ -88,7 +91,7 @@ class Gan(Net):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         first, _ = self.optimizers()  # type: ignore[misc]
         first.zero_grad()
-        self.manual_backward(self.net(batch[0]).pow(2).mean())
+        self.manual_backward(self.net(batch[0]).sigmoid().pow(2).mean())
         first.step()
         for p in self.parameters():
             p.grad = None
@@ -131,7 +134,8 @@ def zero_redundancy(module: L.LightningModule) -> Any:
 
 
 def lbfgs(module: L.LightningModule) -> Any:
-    return torch.optim.LBFGS(module.net.parameters(), lr=0.01, max_iter=3)  # type: ignore[union-attr,operator]
+    # By default it ends early where the loss hardly changes, which is another one on each rank.
+    return torch.optim.LBFGS(module.net.parameters(), lr=0.01, max_iter=3, tolerance_change=0)  # type: ignore[union-attr,operator]
 
 
 class Clips(Net):
@@ -196,10 +200,13 @@ class Apart(Net):
 
 
 class Thaws(Net):
-    """One that was frozen when DDP began, and that DDP does not keep alike; found when it is trained."""
+    """One that was frozen when DDP began, and that DDP does not keep alike; found when it is trained.
+
+    Nothing is kept for it that would be new in the checkpoint.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
         self.net[3].requires_grad_(False)
 
     def on_train_batch_start(self, *args: Any) -> None:
@@ -223,7 +230,7 @@ REFUSED: dict[str, tuple[Callable[[], L.LightningModule], str]] = {
     "more": (lambda: Net(lambda m: More(m.parameters(), lr=0.01)), "optimizer 0: state_dict() has ['scale']"),
     "stranger": (
         lambda: Net(lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(5))], lr=0.01)),
-        "optimizer 0: parameter 6, of shape (5,), is none of the LightningModule",
+        "optimizer 0: parameter 8, of shape (5,), is none of the LightningModule",
     ),
     "global": (keeping(lambda o: "all", {"a": 1}), "optimizer 0: keeps a state under 'all'"),
     "digits": (keeping(first, {"0": torch.ones(1)}), "optimizer_0.state.net.0.weight.0 would not come back"),

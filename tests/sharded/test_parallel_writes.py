@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 import lightning_ft as ft
 from lightning_ft import events
 from lightning_ft._consolidate import consolidate, load_shards
+from lightning_ft._shards import Shards
 from lightning_ft.storage import Storage
 from tests.ranks import Rank, values
 from tests.sharded.models import differences
@@ -192,6 +194,10 @@ def both_forms(rank: Rank) -> list[str]:
         if rank.number == 0:
             found = load_shards(Storage(), newest(here, "ours"))
             wrong += [f"{name}: {what}" for what in unlike(torch.load(here.root / "other.ckpt"), found)]
+            with closing(Shards(Storage(), newest(here, "ours"), "full")) as shards:
+                names = {parameter for tree in shards.optimizers for parameter in tree["state"]}
+            # The names by which torch, and so plain Lightning, looks for them.
+            wrong += [f"{name}: {parameter}" for parameter in names - dict(make().named_parameters()).keys()]
         again = trainer(here, "ours", second, *more)
         again.fit_loop.epoch_loop.max_steps = STEPS + 1
         again.fit(make(), ckpt_path="last")
