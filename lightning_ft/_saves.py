@@ -125,7 +125,7 @@ class Saves:
 
     def _late(self) -> Late | None:
         # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
-        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
+        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy, self._plugin)
         if self._plugin is None or not copies or not self._plugin.overlaps:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)

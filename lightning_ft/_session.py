@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
+from lightning_ft import _callbacks, _guarding, _loops, _names, _parallel_writes, _rng, _surprises, events
 from lightning_ft._ballot import Vote
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
@@ -32,7 +32,7 @@ from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft._watch import Fit, Request
-from lightning_ft._written_by import saves_sharded
+from lightning_ft._written_by import saves_replicated, saves_sharded
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
@@ -123,8 +123,10 @@ class Session:
             compare_next_load(trainer, ranks),
         ]  # fmt: skip
         if plugin is not None:
-            sharded = saves_sharded(trainer.strategy)
+            sharded = saves_sharded(trainer.strategy, plugin)
             plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
+            if saves_replicated(trainer.strategy, plugin):
+                self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
 
     def _submitted(self) -> tuple[int, int]:

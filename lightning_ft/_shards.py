@@ -153,9 +153,9 @@ class Shards:
             if path[0] in _WEIGHTS and len(path) == 2:
                 self.weights[plain_name(str(path[1]))] = saved
             elif path[0] in _WEIGHTS and len(path) > 2:
-                _put(self.nested, (plain_name(str(path[1])), *path[2:]), saved)
+                put(self.nested, (plain_name(str(path[1])), *path[2:]), saved)
             elif (match := _OPTIMIZER.match(str(path[0]))) and len(path) > 1:
-                _put(optimizers.setdefault(int(match[1]), {}), path[1:], saved)
+                put(optimizers.setdefault(int(match[1]), {}), path[1:], saved)
             else:
                 raise CheckpointError(
                     f"{self.path} holds {key!r}, which belongs neither to a model nor to an optimizer: Lightning's "
@@ -423,7 +423,7 @@ def with_values(tree: Any, objects: dict[str, Any]) -> Any:
     return [with_values(child, objects) for child in tree] if isinstance(tree, list) else tree
 
 
-def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+def put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
     """`value` is in `tree` at `path`, whose integers are positions in lists."""
     container: Any = tree
     for here, after in itertools.pairwise(path):

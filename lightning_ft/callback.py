@@ -154,6 +154,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 "would be neither atomic nor verified; use a single-device or DDP strategy, or FSDPStrategy or "
                 "ModelParallelStrategy of lightning_ft"
             )
+        sharded = saves_sharded(trainer.strategy, plugin)
         finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
         if any(c._early_exit for c in finders):
             return  # a `Tuner` tries out batch sizes or learning rates: that is no run to be saved
@@ -165,7 +166,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.dirpath = self._directory(trainer)
         if self.settings.local is not None:
             require_different(self.settings.local.dirpath, self.dirpath)
-            if saves_sharded(trainer.strategy):
+            if sharded:
                 raise ConfigurationError(
                     f"local_dirpath={self.settings.local.dirpath!r}: {type(trainer.strategy).__name__} writes sharded "
                     "checkpoints, of which a local disk would have the parts of some ranks only; save full ones"

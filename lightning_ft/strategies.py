@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from lightning_ft._own_state import differing, own_state
 from lightning_ft._places import Places, note_wrapper
-from lightning_ft._positions import by_position
+from lightning_ft._positions import by_name, by_position
 from lightning_ft._wrappers import plain_name, plain_names, plain_optimizer_state
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -347,12 +347,7 @@ class ModelParallelStrategy(_ShardedCheckpoints, theirs.ModelParallelStrategy):
                 f"{type(optimizer).__name__}: {unknown} of its parameters are not the model's any more: make it in "
                 "configure_optimizers, of the model as configure_model has parallelised it"
             )
-        state = optimizer.state_dict()
-        named = {position: keys[id(p)] for position, p in enumerate(parameters)}
-        state["state"] = {named[position]: values for position, values in state["state"].items()}
-        state["param_groups"] = [
-            {**group, "params": [named[position] for position in group["params"]]} for group in state["param_groups"]
-        ]
+        state = by_name(optimizer.state_dict(), [keys[id(p)] for p in parameters])
         return state if self.saves_sharded else self._gathered(state)
 
     def _gathered(self, state: dict[Any, Any]) -> dict[Any, Any]:

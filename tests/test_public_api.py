@@ -124,6 +124,7 @@ def test_parameters_of_the_plugin() -> None:
         "when_busy",
         "verify",
         "verify_after_write",
+        "layout",
         "load",
         "on_error",
         "retries",

@@ -23,7 +23,7 @@ from lightning_ft.storage import Storage
 from tests.ranks import Rank, values
 from tests.sharded.models import Look, Net, differences, gathered, trainer
 
-OURS = ("fsdp.full", "fsdp.sharded", "mp.full", "mp.sharded")
+OURS = ("fsdp.full", "fsdp.sharded", "mp.full", "mp.sharded", "ddp.sharded")
 PLAIN = ("plain.fsdp.sharded", "plain.mp.sharded", "plain.mp.full", "ddp")
 STEPS = 3
 
@@ -83,6 +83,7 @@ def test_every_checkpoint_loads_into_every_strategy_on_any_number_of_ranks_H1_H2
 def _plain_readers(rank: Rank) -> list[str]:
     wrong = []
     readers = {"fsdp.sharded": ("plain.fsdp.sharded", "ddp"), "mp.sharded": ("plain.mp.sharded", "ddp")}
+    readers["ddp.sharded"] = ("plain.mp.sharded", "ddp")
     readers |= {"fsdp.full": ("plain.mp.full", "ddp"), "mp.full": ("plain.mp.full", "ddp")}
     for kind, others in readers.items():
         path, saved = _trained(rank, kind)
