@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -143,6 +144,12 @@ def progress(trainer: pl.Trainer) -> Progress:
         last_batch=bool(batches.is_last_batch) or batches.current.ready >= trainer.num_training_batches,
         epoch_over=0 < epochs.current.started == epochs.current.processed,
     )
+
+
+def collective_timeout(trainer: pl.Trainer) -> timedelta | None:
+    """How long a collective of the training may take (``DDPStrategy(timeout=...)``); None if nobody said."""
+    timeout = getattr(trainer.strategy, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def data_rank(trainer: pl.Trainer) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
-from lightning_ft._ballot import Vote
+from lightning_ft._ballot import WITHIN, Vote
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
@@ -114,7 +114,10 @@ class Session:
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
         self.watches = _guarding.watches(settings.guards, Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id))
-        self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
+        self._vote = Vote(
+            ranks, (*Saves.TOPICS, "time_due", *self.watches.topics), _loops.collective_timeout(trainer) or WITHIN,
+            where=lambda: f"vote of batch {_loops.progress(trainer).batch + 1}",
+        )  # fmt: skip
         self._votes: dict[str, int] = {}
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
@@ -159,6 +162,7 @@ class Session:
         self._undo = []
         if self._restore is not None:
             self._restore.close()
+        self._vote.close()
         self._ranks.close()
         self._tiers.close()
 
@@ -294,7 +298,7 @@ class Session:
 
     def _cast(self) -> None:
         time_is_due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
-        self._vote.cast(time_due=int(time_is_due), **self._saves.votes(), **self.watches.ballot())
+        self._vote.cast({"time_due": int(time_is_due), **self._saves.votes(), **self.watches.ballot()})
 
     def _hear(self) -> None:
         """The ballot that was cast, if one was, is among the votes of the batch."""
