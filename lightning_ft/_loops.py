@@ -195,6 +195,33 @@ def stop_now(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.min_steps = None
 
 
+def end_validation(trainer: pl.Trainer) -> None:
+    """After a validation that an exception has ended, training goes on; its results are nobody's."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    trainer._logger_connector.epoch_end_reached()
+    loop._logged_outputs = []
+    loop._results.reset()
+    loop._on_evaluation_model_train()
+
+
+def finish_step(trainer: pl.Trainer) -> None:
+    """What is left of the step trained last is done: the validation, whatever the time, and what follows it."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    undo = replaced(epoch_loop, "_should_check_val_fx", lambda data_fetcher: True)
+    validation = around(epoch_loop.val_loop, "run", before=undo)
+    try:
+        epoch_loop.on_advance_end(trainer.fit_loop._data_fetcher)
+    finally:
+        validation()
+        undo()
+    epoch_loop.on_iteration_done()
+
+
+def update_no_more_schedulers(trainer: pl.Trainer) -> Callable[[], None]:
+    """Plateau schedulers, whose metric may be one that is missing, stay as they are until the returned function."""
+    return replaced(trainer.fit_loop.epoch_loop, "update_lr_schedulers", lambda *args, **kwargs: None)
+
+
 def _uncount_end_of_data(trainer: pl.Trainer) -> None:
     """A `training_step` that found the end of the data, where a batch was to be, was no step."""
     if takes_iterator(trainer):

@@ -358,6 +358,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.watches.batch_over()
+            self._session.validation.batch_over()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
