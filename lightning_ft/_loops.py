@@ -217,6 +217,17 @@ def finish_step(trainer: pl.Trainer) -> None:
     epoch_loop.on_iteration_done()
 
 
+def leave_out_signal_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
+    """Lightning does not tell all ranks of a SIGTERM on rank 0 before every batch, until the returned function.
+
+    That is a collective on the group of the training, and on a GPU a synchronisation, in each step (from 2.6 on).
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if not hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+        return lambda: None
+    return replaced(epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
 def update_no_more_schedulers(trainer: pl.Trainer) -> Callable[[], None]:
     """Plateau schedulers, whose metric may be one that is missing, stay as they are until the returned function."""
     return replaced(trainer.fit_loop.epoch_loop, "update_lr_schedulers", lambda *args, **kwargs: None)

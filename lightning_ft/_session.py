@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 
-from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, _validation, events
-from lightning_ft._ballot import WITHIN, Vote
+from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
 from lightning_ft._before import Before
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
@@ -33,6 +31,7 @@ from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft._validation import Validation
+from lightning_ft._voting import Voting
 from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
@@ -116,21 +115,19 @@ class Session:
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
         self.watches = _guarding.watches(settings.guards, Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id))
-        topics = (*Saves.TOPICS, "time_due", *_validation.TOPICS, *self.watches.topics)
-        within = _loops.collective_timeout(trainer) or WITHIN
-        self._vote = Vote(ranks, topics, within, lambda: f"vote of batch {_loops.progress(trainer).batch + 1}")
-        self._votes: dict[str, int] = {}
-        self._voted = True
+        self.voting = Voting(trainer, ranks, self.watches, (*Saves.TOPICS, "time_due"), self._own_votes)
         self._before: Before | None = None
         self.validation = Validation(
-            trainer, self._vote, self.watches, begins=self._validation_begins, needed=self._validation_needed,
-            heard=self._note, left=self._validation_left,
+            trainer, self.voting.vote, self.watches, begins=self._validation_begins, needed=self._validation_needed,
+            heard=self.voting.note, left=self._validation_left,
         )  # fmt: skip
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
             compare_next_load(trainer, ranks),
         ]  # fmt: skip
+        if self.watches.replaces_lightnings_signals:
+            self._undo.append(_loops.leave_out_signal_broadcast(trainer))
         if plugin is not None:
             sharded = saves_sharded(trainer.strategy)
             plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
@@ -169,7 +166,7 @@ class Session:
         self._undo = []
         if self._restore is not None:
             self._restore.close()
-        self._vote.close()
+        self.voting.close()
         self._ranks.close()
         self._tiers.close()
 
@@ -281,57 +278,24 @@ class Session:
         often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
         _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
 
-    def batch_starts(self) -> None:
-        """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss."""
-        if self._vote.cast_open:
-            # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
-            self._vote.read()
-        self._votes = {}
-        self._voted = False
-        if not self.watches.wants_loss:
-            self._cast()
-
-    def loss_known(self, loss: Tensor) -> None:
-        """`loss` is about to be differentiated. A vote that waited for it is cast."""
-        self.watches.loss_known(loss)
-        if self.watches.wants_loss:
-            self._hear()  # of the loss before this one, if the batch has several
-            self._cast()
-
     def before_optimizer_step(self) -> None:
         """Parameters may change. Blocks on: copies of them under way; with a watch that waits for the loss, all ranks.
 
         Raises:
             FaultToleranceError: What a watch raises, on all ranks.
         """
-        if self.watches.wants_loss:
-            self._hear()
-            self.watches.before_step(self._votes)
+        self.voting.before_optimizer_step()
         if self._plugin is not None:
             self._plugin.before_optimizer_step()
-
-    def _cast(self) -> None:
-        self._voted = True
-        self._vote.cast({**self._own_votes(), **self.watches.ballot()})
 
     def _own_votes(self) -> dict[str, int]:
         time_is_due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
         return {"time_due": int(time_is_due), **self._saves.votes()}
 
-    def _hear(self) -> None:
-        """The ballot that was cast, if one was, is among the votes of the batch."""
-        if self._vote.cast_open:
-            self._note(self._vote.read())
-
-    def _note(self, heard: Mapping[str, int]) -> None:
-        if self._votes:
-            heard = {topic: max(vote, self._votes.get(topic, 0)) for topic, vote in heard.items()}
-        self._votes.update(heard)
-
     # -- validation: see `_validation` ---------------------------------------------------------------------------
 
     def _validation_begins(self) -> None:
-        self._end_ballot()
+        self.voting.end_of_batch()
         possible = Before.possible(self._trainer) and self._plugin is not None
         self._before = Before(self._trainer, self._tree, self._loaders) if possible else None
 
@@ -344,7 +308,7 @@ class Session:
         if self._trainer.sanity_checking:
             return  # what was heard is decided upon at the first boundary
         progress = _loops.progress(self._trainer)
-        votes, self._votes = self._votes, {}
+        votes = self.voting.take(afresh=False)
         self._stop = next((r for r in self.watches.decide_all(votes, progress) if r.stop), None)
         assert self._stop is not None, "a watch that calls something urgent asks for the end of the fit"
         self._undo.append(_loops.update_no_more_schedulers(self._trainer))
@@ -397,7 +361,7 @@ class Session:
     # -- deciding and saving -------------------------------------------------------------------------------------
 
     def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
-        votes = self._votes_here(epoch_finished)
+        votes = self.voting.take(afresh=epoch_finished)
         if votes.get("save_failed"):
             self._saves.report_failure("training goes on")
         if votes.get("repeat"):
@@ -436,22 +400,6 @@ class Session:
         if reason or only_local:
             boundary = "epoch" if epoch_finished else "step"
             self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
-
-    def _end_ballot(self) -> None:
-        """What the ranks know of the batch is heard, also if no loss of it was differentiated on some of them."""
-        if not self._voted:
-            self._cast()
-        self._hear()
-
-    def _votes_here(self, epoch_finished: bool) -> dict[str, int]:
-        """What the ranks know at this boundary. Blocks on: all ranks, at the end of an epoch."""
-        self._end_ballot()
-        if epoch_finished:
-            # Hooks at the end of an epoch may take as long as many a step.
-            self._vote.cast({**self._own_votes(), **self.watches.ballot_between_steps()})
-            self._hear()
-        votes, self._votes = self._votes, {}
-        return votes
 
     @property
     def _skips_when_busy(self) -> bool:

@@ -25,7 +25,7 @@ LAYERS: dict[int, str] = {
     "_ballot _ballot_box _roll_call "
     "_broadcast _tensors _difference _order _deal _kinds _tracked dataloading state guards _shards _places _filling "
     "_assembling _positions",
-    4: "callback _before _validation _callbacks plugin _session _saves "
+    4: "callback _before _validation _voting _callbacks plugin _session _saves "
     "_watch _guarding _tiers _surprises _choose _restore _loops _news "
     "_metrics _loaders _compare _written_by _recorder _consolidate _loading _merge _takeover _consistent "
     "_sharded_loading strategies",
