@@ -1,4 +1,4 @@
-"""When a fit votes: one ballot per batch, or per loss, and one at the end of an epoch, however the training is written."""
+"""When a fit votes: once per batch, or per loss, and at the end of an epoch, however its training is written."""
 
 from __future__ import annotations
 
