@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lightning_ft import _loops
+from lightning_ft import _hang, _loops
+from lightning_ft._hang import HangWatch
 from lightning_ft._watch import Fit, Request, Watch, Watches
 from lightning_ft.guards import Guard
+from lightning_ft.guards.hang import HangGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
 
 
-def watches(guards: Sequence[Guard], fit: Fit) -> Watches:
+def watches(guards: Sequence[Any], fit: Fit) -> Watches:
     """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
-    return Watches([_Polled(guards, fit)] if guards else [])
+    polled = [guard for guard in guards if isinstance(guard, Guard)]
+    found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
+    return Watches(found + ([_Polled(polled, fit)] if polled else []))
+
+
+def arm(guards: Sequence[Any]) -> None:
+    """What has to be on guard before any other rank is waited for is. Local; `disarm` ends it."""
+    for guard in guards:
+        if isinstance(guard, HangGuard):
+            _hang.arm(guard)
+
+
+def disarm() -> None:
+    """Nothing of a fit that has ended, or never began, is on guard any more."""
+    _hang.disarm()
 
 
 class _Polled(Watch):

@@ -34,6 +34,7 @@ from lightning_ft._two_tiers import LocalTier
 from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
+from lightning_ft.guards.hang import HangGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
@@ -50,7 +51,7 @@ class Settings:
     retention: Retention
     local: LocalTier | None
     save_on_train_end: bool
-    guards: tuple[Guard, ...]
+    guards: tuple[Guard | HangGuard, ...]
     seed_workers: bool
     strict: bool
 

@@ -11,6 +11,7 @@ from typing import BinaryIO, cast
 
 import xxhash
 
+from lightning_ft import _headway
 from lightning_ft._direct import DiskStream
 from lightning_ft._ranged_file import BLOCK_BYTES, RangedFile
 from lightning_ft._threaded_file import ThreadedFile
@@ -70,6 +71,7 @@ def _digest_of(file: BinaryIO, size_bytes: int) -> str:
         if not count:
             break  # truncated meanwhile: then the digest is another one
         state.update(buffer[:count])
+        _headway.made()
         size_bytes -= count
     return state.hexdigest()
 
@@ -125,6 +127,7 @@ def _fetch(file: RangedFile, fd: int, hashed_bytes: int) -> str:
         while piece := file.next_bytes(BLOCK_BYTES):
             state.update(piece[: max(0, hashed_bytes - file.tell() + piece.nbytes)])
             stream.write(piece)
+            _headway.made()
         stream.finish()
     finally:
         stream.close()
@@ -159,6 +162,7 @@ def _checked(file: RangedFile, record: FileRecord, path: str) -> BinaryIO:
     left = record.size_bytes
     while left and (piece := file.next_bytes(left)):
         state.update(piece)
+        _headway.made()
         left -= piece.nbytes
     _compare(state.hexdigest(), record, path)
     file.seek(0)

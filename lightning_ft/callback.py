@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _loops, _names
+from lightning_ft import _callbacks, _choose, _guarding, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._session import Session, Settings
@@ -27,6 +27,7 @@ from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
+from lightning_ft.guards.hang import HangGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -87,7 +88,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_every_n_train_steps: int | None = None,
         local_keep_last: int = 2,
         save_on_train_end: bool = True,
-        guards: Sequence[Guard] = (),
+        guards: Sequence[Guard | HangGuard] = (),
         seed_workers: bool = True,
         strict: bool = True,
     ) -> None:
@@ -100,7 +101,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, Guard):
+            if not isinstance(guard, (Guard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
@@ -175,6 +176,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                     f"local_dirpath={self.settings.local.dirpath!r}: only FaultTolerantCheckpointIO copies checkpoints "
                     f"from there, and this trainer has {type(trainer.strategy.checkpoint_io).__name__}"
                 )
+        _guarding.arm(self.settings.guards)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         self._session = Session(
@@ -225,6 +227,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for forget in (self._forget_choice, self._forget_names):
             if forget is not None:
                 forget()
+        _guarding.disarm()
         self._session = self._ranks = self._forget_choice = self._forget_names = None
         self._chosen = ""
 
@@ -233,6 +236,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """Called by Lightning for ``ckpt_path="last"``, before `setup`. Ranks: all; rank 0 decides."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _guarding.arm(self.settings.guards)
         if trainer.world_size > 1:
             trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
         ranks = self._ranks = self._ranks or Ranks()

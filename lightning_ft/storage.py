@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
+from lightning_ft import _headway
 from lightning_ft._attempt import Attempt
 from lightning_ft._directory import DirectoryAttempt, FileAttempt, mismatch
 from lightning_ft._local_store import LocalStore
@@ -308,6 +309,7 @@ class Storage:
                 if not chunk:
                     raise CorruptCheckpointError(path, f"ends {left} bytes before its end-of-archive record")
                 state.update(chunk)
+                _headway.made()
                 left -= len(chunk)
         return state.hexdigest()
 

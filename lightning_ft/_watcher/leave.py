@@ -55,7 +55,7 @@ class Exit:
     """
 
     def __init__(self, code: int) -> None:
-        # The other end stays open here, unread by us: were it only the watcher's, its end would be that of the training.
+        # Both ends stay open here: were the watcher the only one to write, its end would end the training, too.
         self._read_fd, write_fd = os.pipe()
         self.fd: int | None = write_fd
         self._buffer = ctypes.create_string_buffer(1)

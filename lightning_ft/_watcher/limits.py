@@ -31,7 +31,7 @@ class Limits:
     @property
     def tick_secs(self) -> float:
         """How often to look: so that a limit is overrun by a tenth at most, and by a second."""
-        given = [secs for secs in asdict(self).values() if secs is not None]
+        given: list[float] = [secs for secs in asdict(self).values() if secs is not None]
         return min(1.0, max(0.02, min(given) / 10))
 
     def given(self, phase: Phase) -> float | None:

@@ -15,25 +15,27 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lightning_ft._watcher.limits import Limits, Overdue, Vigil
 from lightning_ft._watcher.page import Page, Seen
 from lightning_ft._watcher.peers import Connection, connect
-from lightning_ft._watcher.process import Watched, workers_of
+from lightning_ft._watcher.process import IGNORED, RELEASE, Watched, workers_of
 from lightning_ft._watcher.report import Status, verdict
 
 ANSWER_SECS = 5.0
 """So long a rank that hangs waits for what the other ranks' watchers have to say."""
 GRACE_SECS = 60.0
 """So long a save that is being written, on any rank, is waited for."""
+QUIET_SECS = 10.0
+"""And no longer once nothing of it was written for so long: what hangs may keep the writer from going on."""
 STACKS_SECS = 2.0
 LEAVE_SECS = 3.0
 WORKERS_SECS = 10.0
 """Workers of a data loader look for their parent every five seconds."""
 SAY_SECS = 5.0
-# Sent to whole jobs and terminals; the watcher ends with what it watches, and until then that is being saved, perhaps.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+ENDING_SECS = 0.5
 
 
 class Watcher:
@@ -69,6 +71,7 @@ class Watcher:
         self._verdict: str | None = None
         self._unsettled: set[int] = set()
         self._told_to_leave = False
+        self._left: set[int | None] = set()
 
     def run(self) -> None:
         """The training was released, has ended, or was ended."""
@@ -106,9 +109,10 @@ class Watcher:
             data, ancillary, _, _ = self._control.recvmsg(1 << 16, socket.CMSG_SPACE(4))
         except ConnectionResetError:
             data, ancillary = b"", []
-        if not data:
-            self._released = True
+        if data in (b"", RELEASE):
             self._selector.unregister(self._control)
+            # Its end alone: the process is ending, or has become another program.
+            self._released = data == RELEASE or not self._watched.wait(ENDING_SECS)
             return
         place = json.loads(data)
         self._rank, self._world_size = place["rank"], place["world_size"]
@@ -166,6 +170,8 @@ class Watcher:
             self._verdict = message["text"]
         elif kind == "leave":
             self._told_to_leave = True
+        elif kind == "left":
+            self._left.add(rank)
 
     def _tell_all(self, kind: str, **content: Any) -> None:
         for connection in self._connections:
@@ -208,7 +214,7 @@ class Watcher:
             self._tell_all("hung", status=own.to_message(), **content)
         else:
             self._tell_all("status", status=own.to_message())
-        stacks = self._watched.stacks(STACKS_SECS)
+        stacks = "" if own.halted else self._watched.stacks(STACKS_SECS)
         if leads:
             self._until(lambda: len(self._statuses) == self._world_size, ANSWER_SECS)
             self._verdict = self._judge(call["reason"])
@@ -216,32 +222,47 @@ class Watcher:
         else:
             self._until(lambda: self._verdict is not None, 2 * ANSWER_SECS)
         self._say(self._verdict or self._judge(call["reason"]))
-        self._say(self._stacks_in_words(stacks))
+        self._say(self._stacks_in_words(stacks, own.state))
         if not call["in_save"]:
             self._settle(own, leads)
         if leads:
             self._tell_all("leave")
+            # Last of all: what has started the other ranks may end them with rank 0, in its own way.
+            self._until(lambda: all(connection.rank in self._left for connection in self._connections), LEAVE_SECS)
         self._end()
 
     def _judge(self, reason: str) -> str:
         statuses = list(self._statuses.values())
-        if self._world_size > 1 and not self._connections:
+        if self._world_size > 1 and self._listener is None and not self._connections:
             known = ", ".join(str(status.rank) for status in statuses)
             return verdict(f"{reason}; watchers of other ranks than {known} cannot be reached", statuses, len(statuses))
         return verdict(reason, statuses, self._world_size)
 
     def _settle(self, own: Status, leads: bool) -> None:
         """No save is being written, here and, if this one leads, elsewhere; or it took too long."""
-        if own.saving:
+        if own.saving and not own.halted:
             self._say(f"rank {self._rank}: a save is being written: waiting for it, {GRACE_SECS:.0f} s at most")
-            self._until(lambda: not self._page.look().saving or self._watched.ended, GRACE_SECS)
+            self._until(self._save_is_over(), GRACE_SECS)
         if leads:
             self._until(lambda: not self._unsettled, GRACE_SECS)
         else:
             self._tell_all("settled")
             self._until(lambda: self._told_to_leave or not self._connections, GRACE_SECS + ANSWER_SECS)
 
-    def _until(self, done: Any, secs: float) -> None:
+    def _save_is_over(self) -> Callable[[], bool]:
+        """Asked again and again: whether there is no save any more to wait for."""
+        written, since = -1, 0.0
+
+        def over() -> bool:
+            nonlocal written, since
+            seen, now = self._page.look(), time.monotonic()
+            if seen.save_progress != written:
+                written, since = seen.save_progress, now
+            return not seen.saving or self._watched.ended or now - since > QUIET_SECS
+
+        return over
+
+    def _until(self, done: Callable[[], bool], secs: float) -> None:
         deadline = time.monotonic() + secs
         while not done() and (left := deadline - time.monotonic()) > 0:
             self._pump(min(left, self._limits.tick_secs))
@@ -251,6 +272,7 @@ class Watcher:
             return
         workers = workers_of(self._watched.pid)
         how = self._watched.end(LEAVE_SECS)
+        self._tell_all("left")
         self._say(f"rank {self._rank} (pid {self._watched.pid}): {how}")
         deadline = time.monotonic() + WORKERS_SECS
         while any(worker.alive for worker in workers) and time.monotonic() < deadline:
@@ -258,11 +280,13 @@ class Watcher:
         for worker in workers:
             worker.kill()
 
-    def _stacks_in_words(self, stacks: str) -> str:
+    def _stacks_in_words(self, stacks: str, state: str) -> str:
         whose = f"rank {self._rank} (pid {self._watched.pid})"
-        if stacks:
-            return f"Python stacks of {whose}:\n{stacks}"
-        return f"{whose} cannot write its Python stacks: {self._watched.state()}"
+        return (
+            f"Python stacks of {whose}:\n{stacks}"
+            if stacks
+            else f"no Python stacks of {whose}: {state or 'it has ended'}"
+        )
 
     def _say(self, text: str) -> None:
         """`text` is on the training's standard error, each line with our name; or nobody takes it."""
@@ -284,8 +308,9 @@ def _write(data: bytes) -> None:
 
 def main() -> None:
     """Watches as the first argument says."""
-    for number in _IGNORED:
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     Watcher(json.loads(sys.argv[1])).run()
     # A thread may still be trying to say something.
     os._exit(0)

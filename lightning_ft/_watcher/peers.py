@@ -1,5 +1,6 @@
-"""The watchers of all ranks: rank 0's listens, the others have a connection to it, on which nothing is said until a
-rank hangs. No process group is involved: that is what hangs.
+"""The watchers of all ranks know each other: rank 0's listens, and the others have a connection to it.
+
+Nothing is said on it until a rank hangs. No process group is involved: that is what hangs.
 
 ==========  ===========  ====================================================================================
 Message     From         Meaning
@@ -12,6 +13,7 @@ Message     From         Meaning
 ``verdict`` rank 0's     what is to be printed
 ``settled`` the others   no save is being written here any more
 ``leave``   rank 0's     end your rank
+``left``    the others   it has ended
 ==========  ===========  ====================================================================================
 
 Messages are lines of JSON. Who does not know the token of this start is not listened to.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -21,6 +22,10 @@ _STATES = {
 }
 STOPPED = "stopped"
 DEBUGGED = "stopped by a debugger"
+# Sent to whole jobs and terminals; the watcher ends with what it watches, and until then that is being saved, perhaps.
+RELEASE = b"release"
+"""What the training says when it need not be watched any more."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECS = 0.05
 _QUIET_SECS = 0.2
 
@@ -112,6 +117,15 @@ class Watched:
         """
         begin = os.fstat(self._stacks_fd).st_size
         self._send(self._stacks_signal)
+        written = self._written(begin, within_secs / 2)
+        if written == begin:
+            # The main thread, which the kernel asks first, may wait in it: any other one does as well.
+            for thread in _threads(self.pid):
+                _send_to_thread(self.pid, thread, self._stacks_signal)
+            written = self._written(begin, within_secs / 2)
+        return os.pread(self._stacks_fd, written - begin, begin).decode(errors="replace")
+
+    def _written(self, begin: int, within_secs: float) -> int:
         deadline = time.monotonic() + within_secs
         size, since = begin, time.monotonic()
         while time.monotonic() < deadline and not self.ended:
@@ -121,7 +135,7 @@ class Watched:
                 size, since = now, time.monotonic()
             elif size > begin and time.monotonic() - since > _QUIET_SECS:
                 break  # the handler marks no end
-        return os.pread(self._stacks_fd, size - begin, begin).decode(errors="replace")
+        return size
 
     def end(self, patience_secs: float) -> str:
         """It has left, with its exit code if it could, and else by SIGKILL; returns what was done, in words.
@@ -137,6 +151,20 @@ class Watched:
         if self.wait(patience_secs):
             return "it had to be killed (SIGKILL)"
         return f"SIGKILL was sent, and takes effect when the kernel lets it: {self.state()}"
+
+
+def _threads(pid: int) -> list[int]:
+    """All but the main one."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
+    except OSError:
+        return []
+
+
+def _send_to_thread(pid: int, thread: int, number: int) -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):  # glibc has it since 2.30
+        libc.tgkill(pid, thread, number)
 
 
 def _stat(pid: int) -> str:

@@ -45,7 +45,9 @@ class Status:
     def line(self) -> str:
         """For the list of ranks."""
         if self.ended:
-            return f"rank {self.rank} ({self.host}, pid {self.pid}): its process has ended; {self.steps} steps completed"
+            return (
+                f"rank {self.rank} ({self.host}, pid {self.pid}): its process has ended; {self.steps} steps completed"
+            )
         doing = {
             Phase.STARTUP: "starting",
             Phase.STEP: f"{'behind' if self.position % 2 else 'before'} the loss of batch {self.position // 2 + 1}",
@@ -62,9 +64,12 @@ class Status:
 def late(statuses: Sequence[Status], world_size: int) -> list[int]:
     """The ranks that the others wait for, as far as that can be told; empty if it cannot.
 
-    Those that no watcher speaks for; else those that cannot go on by themselves; else those that have not come as far
-    as the others.
+    Those that have ended; else those that no watcher speaks for; else those that cannot go on by themselves; else those
+    that have not come as far as the others.
     """
+    gone = [status.rank for status in statuses if status.ended]
+    if gone:
+        return sorted(gone)
     missing = sorted(set(range(world_size)) - {status.rank for status in statuses})
     if missing:
         return missing

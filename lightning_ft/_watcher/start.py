@@ -18,6 +18,7 @@ from typing import Any
 from lightning_ft._watcher.leave import Exit
 from lightning_ft._watcher.limits import Limits
 from lightning_ft._watcher.page import Page
+from lightning_ft._watcher.process import IGNORED, RELEASE
 from lightning_ft.errors import ConfigurationError
 
 _RUN = "import sys; sys.path.append(sys.argv.pop()); from lightning_ft._watcher.main import main; main()"
@@ -64,9 +65,11 @@ class Watching:
             "limits": asdict(limits),
         }
         fds = [self.page.fd, theirs.fileno(), self._stacks_fd] + ([] if leaving.fd is None else [leaving.fd])
+        # Blocked until the watcher ignores them: it is not to die of what comes before.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             # No site-packages: whatever starts itself with every Python there would slow this down, or hang it.
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - this very program
                 [sys.executable, "-I", "-S", "-c", _RUN, json.dumps(order), _ROOT],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
             )  # fmt: skip
@@ -74,6 +77,7 @@ class Watching:
             self._stop_listening()
             raise ConfigurationError(f"HangGuard: its watcher, a process of {sys.executable}, cannot start") from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()
 
     @property
@@ -93,7 +97,9 @@ class Watching:
             place: `rank`, `world_size`, `token`, and of the watcher of rank 0 `host` and `port`.
             listener: Of rank 0, see `peers.listen`.
         """
-        fds = [] if listener is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))]
+        fds = (
+            [] if listener is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))]
+        )
         with contextlib.suppress(OSError):  # a watcher that has died is found by `alive`
             self._control.sendmsg([json.dumps(place).encode()], fds)
         if listener is not None:
@@ -102,9 +108,8 @@ class Watching:
     def close(self) -> None:
         """Nobody watches this process any more, and the watcher is gone. May be repeated."""
         if self._process.returncode is None and os.getpid() == self._pid:
-            # Not `close` alone: workers that were forked have the socket, too.
             with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_RDWR)
+                self._control.send(RELEASE)
             try:
                 self._process.wait(_RELEASE_SECS)
             except subprocess.TimeoutExpired:
