@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_ft import _hang, _loops
+from lightning_ft._chronicle import Chronicle
 from lightning_ft._hang import HangWatch
 from lightning_ft._watch import Fit, Request, Watch, Watches
 from lightning_ft.guards import Guard
@@ -16,11 +17,22 @@ from lightning_ft.state import Progress
 _log = logging.getLogger(__name__)
 
 
-def watches(guards: Sequence[Any], fit: Fit) -> Watches:
-    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
-    polled = [guard for guard in guards if isinstance(guard, Guard)]
+def watches(guards: Sequence[Any], fit: Fit, start: int) -> Watches:
+    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order.
+
+    Args:
+        guards: What the user asked for.
+        fit: The fit.
+        start: Its ordinal among those into this directory.
+    """
+    # Hangs are watched for as long as anything else is at work, so that one is closed last.
     found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
-    return Watches(found + ([_Polled(polled, fit)] if polled else []))
+    polled = [guard for guard in guards if isinstance(guard, Guard)]
+    if polled:
+        found.append(_Polled(polled, fit))
+    if fit.plugin is not None and fit.ranks.is_zero:
+        found.append(Chronicle(fit, fit.plugin, start))
+    return Watches(found)
 
 
 def arm(guards: Sequence[Any]) -> None:

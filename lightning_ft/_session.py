@@ -114,7 +114,8 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self.watches = _guarding.watches(settings.guards, Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id))
+        fit = Fit(trainer, ranks, dirpath, plugin, run_id=lambda: self.run_id, stop=lambda: self._stop)
+        self.watches = _guarding.watches(settings.guards, fit, self._start)
         self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
         self._votes: dict[str, int] = {}
         self._undo += [
