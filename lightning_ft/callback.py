@@ -66,6 +66,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             copied.
         save_on_train_end: Save when training ends, unless that state is saved already.
         guards: Asked before every step whether the run should save and stop.
+        max_restarts_without_progress: When ``ckpt_path="last"`` was started so often from a checkpoint, and each time
+            the run ended in a crash before a newer one was saved, the one before is taken, and that is said. Kills
+            count as crashes; an end that was asked for (a preemption, Ctrl-C) does not, nor does a refused restart.
+            None: the newest is taken however often. A path given as `ckpt_path` always is.
         seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
             number of workers. If False, draws in worker processes are not repeated.
         strict: A restart that differs from the run that was saved is an error before the first step, and so is a
@@ -89,6 +93,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_keep_last: int = 2,
         save_on_train_end: bool = True,
         guards: Sequence[Guard | HangGuard] = (),
+        max_restarts_without_progress: int | None = 3,
         seed_workers: bool = True,
         strict: bool = True,
     ) -> None:
@@ -103,6 +108,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for guard in guards:
             if not isinstance(guard, (Guard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        patience = max_restarts_without_progress
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise ConfigurationError(
+                f"max_restarts_without_progress={patience!r}: a whole number, at least 1, is needed; None: no limit"
+            )
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -110,6 +120,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             retention=Retention(keep_last, keep_every_n_train_steps),
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
+            max_restarts_without_progress=patience,
             **flags,
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
@@ -215,7 +226,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # No collective from here on: the other ranks may not have failed, and would not answer.
         if self._session is not None:
-            self._session.watches.failed(exception)
+            self._session.failed(exception)
         self._close()
 
     def _close(self) -> None:
@@ -247,7 +258,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         options = plugin.storage_options if plugin is not None else None
         fetched, sharing = Fetched(), SharedVerification(ranks.rank, ranks.world_size, options)
         try:
-            path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local, fetched, sharing)
+            path, ours = _choose.choose_for_all(
+                ranks, dirpath, depth, options, self.settings.local, fetched, sharing,
+                self.settings.max_restarts_without_progress,
+            )  # fmt: skip
             verified_here = ranks.is_zero or path in sharing.took_part_in
             if plugin is not None and path is not None and ours and depth == "full" and verified_here:
                 plugin.mark_verified(path, fetched.take(path))
