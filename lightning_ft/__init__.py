@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedFormatError,
     )
+    from lightning_ft.guards.hang import HangGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -56,6 +57,7 @@ __all__ = [
     "FaultToleranceError",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
+    "HangGuard",
     "Manifest",
     "ManifestError",
     "ModelParallelStrategy",
@@ -85,6 +87,7 @@ _MODULE_OF = {
     "FaultToleranceError": "errors",
     "FaultTolerantCheckpoint": "callback",
     "FaultTolerantCheckpointIO": "plugin",
+    "HangGuard": "guards.hang",
     "Manifest": "manifest",
     "ManifestError": "errors",
     "ModelParallelStrategy": "strategies",

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_ft import _headway
 from lightning_ft._dist import Ranks
 from lightning_ft.errors import ConfigurationError, RestoreError
 
@@ -135,6 +136,7 @@ def _send(ranks: Ranks, storages: list[torch.UntypedStorage]) -> None:
     """`storages` hold on every rank what they hold on rank 0."""
     bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cpu")
     for group in _messages(storages):
+        _headway.made()
         if len(group) == 1:
             ranks.fill_from_zero(group[0])
             continue

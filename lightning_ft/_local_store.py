@@ -13,7 +13,7 @@ from typing import BinaryIO, cast
 from lightning_ft._attempt import LocalAttempt
 from lightning_ft._directory import LocalDirectoryAttempt
 from lightning_ft._disk_file import hold, local_sizes, make_dirs, remove_local, sync_dir
-from lightning_ft._names import deleted_name, join, parse_leftover, probe_name, split
+from lightning_ft._names import attempt_name, deleted_name, join, parse_leftover, probe_name, split
 from lightning_ft._objects import Entry
 from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft.events import DeleteHidden, emit
@@ -105,6 +105,14 @@ class LocalStore:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+
+    def replace(self, path: str, data: bytes) -> None:
+        """The file `path` holds `data`, durably; at every moment there is the one before, or this one."""
+        dirpath, name = split(path)
+        attempt = join(dirpath, attempt_name(name, secrets.token_hex(8)))
+        self.put(attempt, data)
+        os.replace(attempt, path)
+        sync_dir(dirpath)
 
     def remove_file(self, path: str) -> None:
         """The file `path` is gone; raises FileNotFoundError if there was none."""

@@ -17,6 +17,7 @@ KEY = "lightning_ft"
 FORMAT_VERSION = 1
 LOCK_NAME = ".lightning_ft.lock"
 ORIGIN_NAME = ".lightning_ft.dirpath"
+STARTS_NAME = ".lightning_ft.starts"
 PROBE_PREFIX = ".lightning_ft.probe."
 SUFFIX = ".ckpt"
 

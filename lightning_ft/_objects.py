@@ -188,6 +188,10 @@ class ObjectStore:
         """The small object `path` is `data`."""
         self.calls.call(path, "pipe_file", path, data)
 
+    def replace(self, path: str, data: bytes) -> None:
+        """The object `path` is `data`; one before it was there until then."""
+        self.put(path, data)
+
     def mark(self, path: str) -> None:
         """There is an object `path` with nothing to read: its name says it all."""
         self.put(path, b"lightning_ft")

@@ -28,6 +28,7 @@ from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
+from lightning_ft._starts import is_no_fault
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft._validation import Validation
@@ -35,6 +36,7 @@ from lightning_ft._voting import Voting
 from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_replicated, saves_sharded
 from lightning_ft.guards import Guard
+from lightning_ft.guards.hang import HangGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
@@ -51,7 +53,8 @@ class Settings:
     retention: Retention
     local: LocalTier | None
     save_on_train_end: bool
-    guards: tuple[Guard, ...]
+    guards: tuple[Guard | HangGuard, ...]
+    max_restarts_without_progress: int | None
     seed_workers: bool
     strict: bool
 
@@ -95,7 +98,7 @@ class Session:
         self._plugin = plugin
         self._ranks = ranks
         self._chosen = chosen
-        self._tiers = Tiers(dirpath, settings.retention, settings.local, plugin)
+        self._tiers = Tiers(dirpath, settings.retention, settings.local, plugin, settings.max_restarts_without_progress)
         self._restore: Restore | None = None
         self._undo: list[Callable[[], None]] = []
         self._start, self._new_run_id = self._tiers.open(ranks)
@@ -107,7 +110,8 @@ class Session:
         self._pending = self._local_pending = Pending(LastSave(progress.step, progress.epochs))
         self._stopped_within_epoch = False
         self._stop: Request | None = None
-        self._epoch_begun = False
+        self._epoch_begun = self._finished = False
+        self._error: BaseException | None = None
         # One order for all ranks, whatever they were seeded with.
         root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
         self._data_rank = DataRank.among(places, ranks.rank)
@@ -135,6 +139,8 @@ class Session:
             if saves_replicated(trainer.strategy, plugin):
                 self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
+        if chosen and ranks.is_zero:
+            self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
 
     def _submitted(self) -> tuple[int, int]:
         return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
@@ -143,8 +149,14 @@ class Session:
         if self._plugin is not None and self._ranks.is_zero:
             self._plugin.wait_for(path)
 
+    def failed(self, error: BaseException) -> None:
+        """The fit ends with `error`. Local: asks nothing of other ranks."""
+        self.watches.failed(error)
+        self._error = error
+
     def finish(self) -> None:
         """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
+        self._finished = True
         if self._restore is not None:
             self._restore.say_if_nothing_ran()
 
@@ -171,6 +183,9 @@ class Session:
             self._restore.close()
         self.voting.close()
         self._ranks.close()
+        asked_to_end = self._finished and is_no_fault(SystemExit(self._stop.exit_code if self._stop is not None else 0))
+        if asked_to_end or (self._error is not None and is_no_fault(self._error)):
+            self._tiers.starts.take_back()
         self._tiers.close()
 
     # -- resuming ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 
 import xxhash
 
+from lightning_ft import _headway
 from lightning_ft._direct import DiskStream
 from lightning_ft._ranged_file import BLOCK_BYTES, RangedFile
 from lightning_ft._threaded_file import ThreadedFile
@@ -79,6 +80,7 @@ def digest_of(
         if not chunk:
             break
         state.update(chunk)
+        _headway.made()
         left -= chunk.nbytes
         progress(chunk.nbytes)
     return state.hexdigest(), left
@@ -139,6 +141,7 @@ def _fetch(file: RangedFile, fd: int, hashed_bytes: int) -> str:
         while piece := file.next_bytes(BLOCK_BYTES):
             state.update(piece[: max(0, hashed_bytes - file.tell() + piece.nbytes)])
             stream.write(piece)
+            _headway.made()
         stream.finish()
     finally:
         stream.close()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _loops, _names
+from lightning_ft import _callbacks, _choose, _guarding, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._session import Session, Settings
@@ -27,6 +27,7 @@ from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
+from lightning_ft.guards.hang import HangGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -65,6 +66,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             copied.
         save_on_train_end: Save when training ends, unless that state is saved already.
         guards: Asked before every step whether the run should save and stop.
+        max_restarts_without_progress: When ``ckpt_path="last"`` was started so often from a checkpoint, and each time
+            the run ended in a crash before a newer one was saved, the one before is taken, and that is said. Kills
+            count as crashes; an end that was asked for (a preemption, Ctrl-C) does not, nor does a refused restart.
+            None: the newest is taken however often. A path given as `ckpt_path` always is.
         seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
             number of workers. If False, draws in worker processes are not repeated.
         strict: A restart that differs from the run that was saved is an error before the first step, and so is a
@@ -87,7 +92,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_every_n_train_steps: int | None = None,
         local_keep_last: int = 2,
         save_on_train_end: bool = True,
-        guards: Sequence[Guard] = (),
+        guards: Sequence[Guard | HangGuard] = (),
+        max_restarts_without_progress: int | None = 3,
         seed_workers: bool = True,
         strict: bool = True,
     ) -> None:
@@ -100,8 +106,13 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, Guard):
+            if not isinstance(guard, (Guard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        patience = max_restarts_without_progress
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise ConfigurationError(
+                f"max_restarts_without_progress={patience!r}: a whole number, at least 1, is needed; None: no limit"
+            )
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -109,6 +120,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             retention=Retention(keep_last, keep_every_n_train_steps),
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
+            max_restarts_without_progress=patience,
             **flags,
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
@@ -176,6 +188,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                     f"local_dirpath={self.settings.local.dirpath!r}: only FaultTolerantCheckpointIO copies checkpoints "
                     f"from there, and this trainer has {type(trainer.strategy.checkpoint_io).__name__}"
                 )
+        _guarding.arm(self.settings.guards)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         self._session = Session(
@@ -214,7 +227,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # No collective from here on: the other ranks may not have failed, and would not answer.
         if self._session is not None:
-            self._session.watches.failed(exception)
+            self._session.failed(exception)
         self._close()
 
     def _close(self) -> None:
@@ -226,6 +239,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for forget in (self._forget_choice, self._forget_names):
             if forget is not None:
                 forget()
+        _guarding.disarm()
         self._session = self._ranks = self._forget_choice = self._forget_names = None
         self._chosen = ""
 
@@ -234,6 +248,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """Called by Lightning for ``ckpt_path="last"``, before `setup`. Ranks: all; rank 0 decides."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _guarding.arm(self.settings.guards)
         if trainer.world_size > 1:
             trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
         ranks = self._ranks = self._ranks or Ranks()
@@ -243,7 +259,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         options = plugin.storage_options if plugin is not None else None
         fetched, sharing = Fetched(), SharedVerification(ranks.rank, ranks.world_size, options)
         try:
-            path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local, fetched, sharing)
+            path, ours = _choose.choose_for_all(
+                ranks, dirpath, depth, options, self.settings.local, fetched, sharing,
+                self.settings.max_restarts_without_progress,
+            )  # fmt: skip
             verified_here = ranks.is_zero or path in sharing.took_part_in
             if plugin is not None and path is not None and ours and depth == "full" and verified_here:
                 plugin.mark_verified(path, fetched.take(path))

@@ -167,6 +167,11 @@ class Storage:
         assert isinstance(store, ObjectStore), f"{url}: no URL of a store"
         store.write(url, data)
 
+    def replace(self, path: str, data: bytes) -> None:
+        """A small file that is no checkpoint is at `path`, and holds `data`; one before it was there until then."""
+        path = normalise(path)
+        self._store(path).replace(path, data)
+
     def remove_file(self, path: str) -> None:
         """The small file `path` is gone; raises FileNotFoundError if there was none, and the storage says so."""
         path = normalise(path)

@@ -73,7 +73,9 @@ def consolidate_(
     options.existing(storage, source, "FROM")
     if storage.exists(target):
         if not storage.is_file(target):  # a store would keep both under the one name
-            raise typer.BadParameter(f"{target} is a directory, which is not replaced: give another name", param_hint="OUT")
+            raise typer.BadParameter(
+                f"{target} is a directory, which is not replaced: give another name", param_hint="OUT"
+            )
         if not force:
             raise typer.BadParameter(f"{target} exists; --force replaces it", param_hint="OUT")
     with progress_bar("reading", as_json) as progress:
