@@ -29,6 +29,7 @@ DOCUMENTED = ERRORS | {
     "FSDPStrategy",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
+    "HangGuard",
     "Manifest",
     "ModelParallelStrategy",
     "__version__",
