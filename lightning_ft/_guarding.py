@@ -6,8 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from lightning_ft import _loops
+from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
 from lightning_ft.guards import Guard
+from lightning_ft.guards.preemption import PreemptionGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
@@ -15,7 +17,14 @@ _log = logging.getLogger(__name__)
 
 def watches(guards: Sequence[Guard], fit: Fit) -> Watches:
     """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
-    return Watches([_Polled(guards, fit)] if guards else [])
+    made: list[Watch] = []
+    polled = [guard for guard in guards if isinstance(guard, Guard)]
+    for guard in guards:
+        if isinstance(guard, PreemptionGuard):
+            made.append(Preemption(guard, fit))
+    if polled:
+        made.append(_Polled(polled, fit))
+    return Watches(made)
 
 
 class _Polled(Watch):

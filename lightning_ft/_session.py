@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
+from lightning_ft import _callbacks, _guarding, _leaving, _loops, _names, _rng, _surprises, events
 from lightning_ft._ballot import Vote
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
@@ -33,6 +33,7 @@ from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
+from lightning_ft.errors import SaveError
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
@@ -113,7 +114,9 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self.watches = _guarding.watches(settings.guards, Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id))
+        local_dirpath = None if settings.local is None else settings.local.dirpath
+        fit = Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id, local_dirpath)
+        self.watches = _guarding.watches(settings.guards, fit)
         self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
         self._votes: dict[str, int] = {}
         self._undo += [
@@ -135,7 +138,7 @@ class Session:
 
     def finish(self) -> None:
         """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
-        if self._restore is not None:
+        if self._restore is not None and self._stop is None:
             self._restore.say_if_nothing_ran()
 
     def close(self) -> None:
@@ -251,6 +254,8 @@ class Session:
             ConfigurationError: No save of this run could be loaded as `strict` asks for.
         """
         self.watches.open()
+        if self._ask_now(_loops.progress(self._trainer)):
+            _loops.stop_now(self._trainer)
         self._saves.start_clock()
         if self._settings.strict:
             _surprises.check_hyper_parameters(self._trainer)
@@ -308,17 +313,44 @@ class Session:
         Raises:
             SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
         """
-        self._saves.settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
+        try:
+            self._finish_saves(progress)
+        except SaveError as error:
+            if self._stop is None or self._stop.exit_code is None:
+                raise
+            if self._ranks.is_zero:
+                _log.error("%s; the run ends without it", error)
+        if self._plugin is not None:
+            # From here on only other callbacks ask for saves, and nobody else reports their failure.
+            self._plugin.reports_failures = True
+        self.watches.phase("end")
+        self._ask_now(progress)
+        code = None if self._stop is None else self._stop.code_when(saved=self._saves.has(progress))
+        if code is not None:
+            _leaving.leave_after_fit(self._trainer, code, self.watches.leave)
+
+    def _ask_now(self, progress: Progress) -> bool:
+        """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""
+        if not self.watches.topics:
+            return False
+        self._hear()
+        self._cast()
+        self._hear()
+        votes, self._votes = self._votes, {}
+        for request in self.watches.decide_all(votes, progress):
+            if request.stop:
+                self._stop_for(replace(request, save=None))
+        return self._stop is not None
+
+    def _finish_saves(self, progress: Progress) -> None:
+        self._saves.settle("training goes on to its last save")
         last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
         last = last and (self._stop is None or self._stop.save is not None)
         if last and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
             self._saves.settle("training ends without it")
         self._saves.tell_of_commits()
-        if self._plugin is not None:
-            # From here on only other callbacks ask for saves, and nobody else reports their failure.
-            self._plugin.reports_failures = True
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
@@ -351,7 +383,7 @@ class Session:
         self._saves.tell_of_commits()
         for request in self.watches.decide_all(votes, progress):
             if request.stop:
-                self._stop = self._stop or request
+                self._stop_for(request)
             elif request.save is not None:
                 self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
         facts = Facts(
@@ -382,6 +414,13 @@ class Session:
         if reason or only_local:
             boundary = "epoch" if epoch_finished else "step"
             self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
+
+    def _stop_for(self, request: Request) -> None:
+        """The fit ends at this boundary, or at the end of the accumulation: of several requests for the first."""
+        if self._stop is None:
+            self._stop = request
+            if request.exit_code is not None:
+                _leaving.expect_exits(self._trainer)
 
     def _votes_of_batch(self, epoch_finished: bool) -> dict[str, int]:
         if self.watches.wants_loss and not self._votes and not epoch_finished and not self._vote.cast_open:

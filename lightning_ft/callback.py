@@ -27,6 +27,7 @@ from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
+from lightning_ft.guards.preemption import PreemptionGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -100,8 +101,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, Guard):
+            if not isinstance(guard, (Guard, PreemptionGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        if sum(isinstance(guard, PreemptionGuard) for guard in guards) > 1:
+            raise ConfigurationError(f"guards={guards!r}: one PreemptionGuard, with all signals")
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
