@@ -37,6 +37,7 @@ class Preemption(Watch):
     """
 
     topics = ("preempt", "preempt_age_ms", "save_now")
+    replaces_lightnings_signals = True
 
     def __init__(self, guard: PreemptionGuard, fit: Fit) -> None:
         self._guard = guard
@@ -48,7 +49,8 @@ class Preemption(Watch):
         self._request: Request | None = None
         self._by_signal = False
         self._leaves = False
-        self._batch_at_start = -1
+        self._failed = False
+        self._batch_at_start: int | None = None
         self._over = False
         requeue_signal = _own_signals.requeue_signal(fit.trainer)
         numbers = guard.numbers | ({requeue_signal} if requeue_signal is not None else set())
@@ -101,6 +103,10 @@ class Preemption(Watch):
             "save_now": int(asked),
         }
 
+    def urgent(self, votes: Mapping[str, int]) -> bool:
+        """A validation is not waited for: the restart begins it anew."""
+        return bool(votes.get("preempt"))
+
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         if self._request is not None:
             return None
@@ -127,7 +133,7 @@ class Preemption(Watch):
             # In a notebook, or at a prompt, the session goes on; a program does not.
             code = None if hasattr(sys, "ps1") else INTERRUPTED
         step = progress.step
-        if self._over or progress.batch == self._batch_at_start:
+        if self._over or self._batch_at_start in (None, progress.batch):
             when = f"training is over at step {step}" if self._over else f"stopping before any batch, at step {step}"
             self._say(f"{what}: {when}; nothing is left to be saved")
             return Request(what, save=None, exit_code=code)
@@ -160,13 +166,14 @@ class Preemption(Watch):
 
     def failed(self, error: BaseException) -> None:
         self._leaves = False
+        self._failed = True  # the process ends anyway, and is to say why
 
     def close(self) -> None:
         undo, self._undo = self._undo, []
         for step in reversed(undo):
             step()
         if not self._leaves:
-            self._noting.close()
+            self._noting.close(dealt_with=self._failed or self._request is not None)
 
     def leave(self, exit_code: int) -> None:
         """SLURM queues the job again, where that was asked for; signals mean what they meant before."""
@@ -176,7 +183,7 @@ class Preemption(Watch):
             job = None if failed else self._job_to_requeue()
             if job is not None and self._fit.ranks.is_zero:
                 _slurm.last_words.leave(partial(_slurm.requeue, job))
-            self._noting.close()
+            self._noting.close(dealt_with=True)
 
     def _job_to_requeue(self) -> str | None:
         wanted = self._guard.requeue

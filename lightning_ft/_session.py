@@ -240,6 +240,10 @@ class Session:
         self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
         self._decide(progress, epoch_finished=False, ends_here=self._stopped_within_epoch)
 
+    def leaves_epoch(self) -> bool:
+        """Whether the process is about to end within the epoch: its end belongs to the restart, and may take long."""
+        return self._stopped_within_epoch and self._stop is not None and self._stop.exit_code is not None
+
     def after_epoch(self) -> None:
         """An epoch boundary, unless training was stopped within the epoch: then its last step was one."""
         if not self._stopped_within_epoch:

@@ -19,8 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -189,30 +188,24 @@ class Noting:
         """How often somebody else's handler wanted to end the process at once."""
         return sum(noted.deferred_exits for n, noted in _noted.items() if n in self.numbers)
 
-    def close(self) -> None:
-        """Signals are what they were before, unless another fit or another guard asks for them."""
+    def close(self, *, dealt_with: bool) -> None:
+        """Signals are what they were before, unless another fit or another guard asks for them.
+
+        Those that have arrived, and were not dealt with, arrive again.
+        """
         if self not in _noting:
             return
+        arrived = list(self.arrivals())
         _noting.remove(self)
         _forget_owner(self._owner)
-        for number in self.numbers:
-            if not _asked_for(number) and number in _noted:
-                _noted[number].arrival = None
-                if in_main_thread():
+        for number in arrived:
+            _noted[number].arrival = None
+        if in_main_thread():
+            for number in self.numbers:
+                if not _asked_for(number) and number in _noted:
                     _noted[number].remove()
-
-
-@contextmanager
-def blocked(numbers: Collection[int]) -> Iterator[None]:
-    """Signals that arrive meanwhile are delivered afterwards. For this thread."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for number in arrived if not dealt_with else ():
+                signal.raise_signal(number)
 
 
 def suspend() -> Callable[[], None]:
