@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedFormatError,
     )
+    from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -59,6 +60,7 @@ __all__ = [
     "ManifestError",
     "ModelParallelStrategy",
     "NoUsableCheckpointError",
+    "PreemptionGuard",
     "RankFailure",
     "RestoreError",
     "SaveError",
@@ -87,6 +89,7 @@ _MODULE_OF = {
     "ManifestError": "errors",
     "ModelParallelStrategy": "strategies",
     "NoUsableCheckpointError": "errors",
+    "PreemptionGuard": "guards.preemption",
     "RankFailure": "errors",
     "RestoreError": "errors",
     "SaveError": "errors",

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from lightning_ft import _loops
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
-from lightning_ft.guards import Guard
-from lightning_ft.guards.preemption import PreemptionGuard
+from lightning_ft.guards import AnyGuard, Guard, PreemptionGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
 
 
-def watches(guards: Sequence[Guard], fit: Fit) -> Watches:
+def watches(guards: Sequence[AnyGuard], fit: Fit) -> Watches:
     """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
     made: list[Watch] = []
     polled = [guard for guard in guards if isinstance(guard, Guard)]

@@ -10,6 +10,7 @@ alone, so a thread of the worker waits for it there.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -74,10 +75,10 @@ def _torch_worker_loop(*args: Any) -> None:
 
 def _torchdata_worker_loop(*args: Any) -> None:
     _outlive()
-    loop = _of_torchdata
-    if loop is None:  # spawned: this process has not replaced it
-        from torchdata.stateful_dataloader.worker import _worker_loop as loop
-    loop(*args)
+    if _of_torchdata is not None:
+        _of_torchdata(*args)
+    else:  # spawned: this process has replaced nothing
+        importlib.import_module("torchdata.stateful_dataloader.worker")._worker_loop(*args)
 
 
 def _outlive() -> None:

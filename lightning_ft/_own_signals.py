@@ -6,26 +6,33 @@ same step hang), and the one for SLURM's signal saves there, in the middle of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lightning_ft import _loops
-from lightning_ft._signals import Noting
 
 
-def keep_lightning_out(trainer: pl.Trainer, noting: Noting) -> Callable[[], None]:
-    """Lightning neither takes nor gives back the signals in `noting`, until the returned function is called."""
+def keep_lightning_out(trainer: pl.Trainer, numbers: Collection[int]) -> Callable[[], None]:
+    """Lightning neither takes nor gives back the signals in `numbers`, until the returned function is called."""
     connector = trainer._signal_connector
     register = connector._register_signal
 
     def register_others(number: Any, handlers: Any) -> None:
-        if int(number) not in noting.numbers:
+        if int(number) not in numbers:
             register(number, handlers)
 
-    return _loops.replaced(connector, "_register_signal", register_others)
+    let_in = _loops.replaced(connector, "_register_signal", register_others)
+
+    def undo() -> None:
+        let_in()
+        # It remembers handlers of the time before training, to give them back: ours among them, which are gone then.
+        for number in numbers:
+            connector._original_handlers.pop(number, None)
+
+    return undo
 
 
 def auto_requeue(trainer: pl.Trainer) -> bool | None:

@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+
+import lightning.pytorch as pl
 
 from lightning_ft import _grace, _loader_workers, _loops, _own_signals, _signals, _slurm, events
 from lightning_ft._save_now import SaveNow
@@ -57,7 +59,7 @@ class Preemption(Watch):
         self._stopping = numbers - {guard.save_signal}
         self._noting = _signals.Noting(numbers, guard)
         self._undo: list[Callable[[], None]] = [
-            _own_signals.keep_lightning_out(fit.trainer, self._noting),
+            _own_signals.keep_lightning_out(fit.trainer, self._noting.numbers),
             _loader_workers.shield(numbers),
             events.observe(self._note),
         ]
@@ -100,7 +102,7 @@ class Preemption(Watch):
         return {
             "preempt": max((_code(n, self._fit.ranks.rank) for n in stops), default=0),
             "preempt_age_ms": max((int(1e3 * (now - a.first_at)) + 1 for a in stops.values()), default=0),
-            "save_now": int(asked),
+            "save_now": int(asked and not self._over),
         }
 
     def urgent(self, votes: Mapping[str, int]) -> bool:
@@ -128,7 +130,7 @@ class Preemption(Watch):
     def _stop(self, number: int, rank: int, age_secs: float, progress: Progress) -> Request:
         """Ranks: all. Blocks on: rank 0, if it may have a grace period."""
         what = "Ctrl-C" if number == signal.SIGINT else f"{_signals.name_of(number)} on rank {rank}"
-        code = PREEMPTED
+        code: int | None = PREEMPTED
         if number == signal.SIGINT:
             # In a notebook, or at a prompt, the session goes on; a program does not.
             code = None if hasattr(sys, "ps1") else INTERRUPTED
@@ -190,6 +192,27 @@ class Preemption(Watch):
         if wanted is None:
             wanted = _own_signals.auto_requeue(self._fit.trainer) is not False
         return _slurm.job_id() if wanted and self._by_signal else None
+
+
+def stand_aside(guards: Collection[object], trainer: pl.Trainer) -> Callable[[], None]:
+    """While `trainer` validates, tests or predicts, signals mean what they mean without us.
+
+    Nothing is there to be saved, so none of them is noted; those that have come arrive again. Lightning's handlers, of
+    which one waits for the other ranks, stay out here, too.
+
+    Returns:
+        A function that ends this.
+    """
+    numbers = {n for guard in guards if isinstance(guard, PreemptionGuard) for n in guard.numbers}
+    if not numbers:
+        return lambda: None
+    undo = [_signals.suspend(), _own_signals.keep_lightning_out(trainer, numbers)]
+
+    def end() -> None:
+        while undo:
+            undo.pop()()
+
+    return end
 
 
 def _code(number: int, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""The file `SAVE_NOW` in a local directory: whoever makes it gets a checkpoint, and the file is gone when it is durable."""
+"""The file `SAVE_NOW`: whoever makes it gets a checkpoint, and it is gone when that is durable."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from lightning_ft._two_tiers import LocalTier
 from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.errors import SaveError
-from lightning_ft.guards import Guard
+from lightning_ft.guards import AnyGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
@@ -51,7 +51,7 @@ class Settings:
     retention: Retention
     local: LocalTier | None
     save_on_train_end: bool
-    guards: tuple[Guard, ...]
+    guards: tuple[AnyGuard, ...]
     seed_workers: bool
     strict: bool
 
@@ -343,8 +343,7 @@ class Session:
         self._hear()
         votes, self._votes = self._votes, {}
         for request in self.watches.decide_all(votes, progress):
-            if request.stop:
-                self._stop_for(replace(request, save=None))
+            self._heed(replace(request, save=None) if request.stop else request)
         return self._stop is not None
 
     def _finish_saves(self, progress: Progress) -> None:
@@ -386,10 +385,7 @@ class Session:
             self._pending = replace(self._pending, postponed=self._pending.postponed or "repeated")
         self._saves.tell_of_commits()
         for request in self.watches.decide_all(votes, progress):
-            if request.stop:
-                self._stop_for(request)
-            elif request.save is not None:
-                self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
+            self._heed(request)
         facts = Facts(
             step=progress.step,
             epoch_finished=epoch_finished,
@@ -419,12 +415,14 @@ class Session:
             boundary = "epoch" if epoch_finished else "step"
             self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
 
-    def _stop_for(self, request: Request) -> None:
-        """The fit ends at this boundary, or at the end of the accumulation: of several requests for the first."""
-        if self._stop is None:
+    def _heed(self, request: Request) -> None:
+        """The fit ends or a save is made: at this boundary, or where the accumulation ends."""
+        if request.stop and self._stop is None:
             self._stop = request
             if request.exit_code is not None:
                 _leaving.expect_exits(self._trainer)
+        elif not request.stop and request.save is not None:
+            self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
 
     def _votes_of_batch(self, epoch_finished: bool) -> dict[str, int]:
         if self.watches.wants_loss and not self._votes and not epoch_finished and not self._vote.cast_open:

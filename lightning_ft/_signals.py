@@ -80,7 +80,7 @@ class _Noted:
             return False
         handler = self._before[self._level - 1]
         if not callable(handler):
-            return handler == signal.SIG_IGN
+            return handler is signal.SIG_IGN
         self._level -= 1
         try:
             handler(self.number, frame)
@@ -95,7 +95,7 @@ class _Noted:
 
     def install(self) -> None:
         """Signals come here, and then to whoever had them. Thread: main."""
-        present = signal.getsignal(self.number)
+        present: Any = signal.getsignal(self.number)
         if present is not self:
             self._before.append(present)
             self._level = len(self._before)
@@ -103,8 +103,9 @@ class _Noted:
 
     def remove(self) -> None:
         """They go where they went before, unless somebody else has taken them meanwhile. Thread: main."""
-        if signal.getsignal(self.number) is self:
-            before = self._before.pop()
+        present: Any = signal.getsignal(self.number)
+        if present is self:
+            before = self._before.pop() if self._before else None
             self._level = len(self._before)
             signal.signal(self.number, signal.SIG_DFL if before is None else before)
 
@@ -134,8 +135,28 @@ def note(numbers: Collection[int], owner: object) -> bool:
         Whether that is so: not if this is another thread than the main one.
     """
     _forget_owner(owner)
-    _waiting.append((weakref.ref(owner), frozenset(numbers)))
+    _waiting.append((weakref.ref(owner, _owner_is_gone), frozenset(numbers)))
     return _install(numbers)
+
+
+def _owner_is_gone(ref: weakref.ref[Any]) -> None:
+    """Thread: any."""
+    if not sys.is_finalizing():
+        numbers = [number for other, own in _waiting if other is ref for number in own]
+        _waiting[:] = [(other, own) for other, own in _waiting if other is not ref]
+        _give_back(numbers, dealt_with=False)
+
+
+def _give_back(numbers: Collection[int], *, dealt_with: bool) -> None:
+    unasked = [number for number in numbers if number in _noted and not _asked_for(number)]
+    arrived = [number for number in unasked if _noted[number].arrival is not None]
+    for number in unasked:
+        _noted[number].arrival = None
+    if in_main_thread():
+        for number in unasked:
+            _noted[number].remove()
+        for number in arrived if not dealt_with else ():
+            signal.raise_signal(number)
 
 
 def _forget_owner(owner: object) -> None:
@@ -146,7 +167,12 @@ def _install(numbers: Collection[int]) -> bool:
     if in_main_thread():
         for number in numbers:
             _noted.setdefault(number, _Noted(number)).install()
-    return all(number in _noted for number in numbers)
+    return all(_is_ours(number) for number in numbers)
+
+
+def _is_ours(number: int) -> bool:
+    present: Any = signal.getsignal(number)
+    return number in _noted and present is _noted[number]
 
 
 class Noting:
@@ -195,17 +221,12 @@ class Noting:
         """
         if self not in _noting:
             return
-        arrived = list(self.arrivals())
         _noting.remove(self)
         _forget_owner(self._owner)
-        for number in arrived:
-            _noted[number].arrival = None
-        if in_main_thread():
-            for number in self.numbers:
-                if not _asked_for(number) and number in _noted:
-                    _noted[number].remove()
-            for number in arrived if not dealt_with else ():
-                signal.raise_signal(number)
+        if dealt_with:
+            for number in self.arrivals():
+                self.forget(number)
+        _give_back(self.numbers, dealt_with=dealt_with)
 
 
 def suspend() -> Callable[[], None]:

@@ -46,7 +46,9 @@ def requeue(job: str) -> bool:
             return True
         problem = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
     _log.error(
-        "the job is not queued again: %s failed (%s); the state is saved, submit the job anew", " ".join(command), problem
+        "the job is not queued again: %s failed (%s); the state is saved, submit the job anew",
+        " ".join(command),
+        problem,
     )
     return False
 

@@ -37,12 +37,12 @@ class PreemptionGuard:
     Args:
         signals: Numbers or names of the signals that save and stop. SLURM sends one of one's choice some time before it
             ends a job (``#SBATCH --signal=SIGUSR1@90``), and SIGTERM then.
-        save_signal: A signal that saves after the step and does not stop; None for none. So does, in a local `dirpath`,
-            a file named ``SAVE_NOW``, which is removed when the checkpoint is durable.
-        grace: How long the process has from the first signal until it is killed (seconds, or a `timedelta`). A save that
-            would take longer, as earlier ones have shown, is not begun. Default: the environment's
-            ``LIGHTNING_FT_GRACE_SECS``; of a worker of torchrun the 30 s that torchrun waits; else unknown, and a save is
-            begun whatever it takes.
+        save_signal: A signal that saves after the step and does not stop; None for none. A file named ``SAVE_NOW`` does
+            the same, in a local `dirpath` or in `local_dirpath`; it is removed when the checkpoint is durable.
+        grace: How long the process has from the first signal until it is killed (seconds, or a `timedelta`). A save
+            that would take longer, as earlier ones have shown, is not begun. Default: the environment's
+            ``LIGHTNING_FT_GRACE_SECS``; of a worker of torchrun the 30 s that torchrun waits; else unknown, and a save
+            is begun whatever it takes.
         requeue: Whether a SLURM job is queued again (``scontrol requeue``) when a signal has stopped it. Default: yes,
             unless the trainer has a `SLURMEnvironment` without ``auto_requeue``.
 

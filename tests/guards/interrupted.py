@@ -1,8 +1,8 @@
 """One run that is interrupted by real signals again and again, in the same processes, and one that is not.
 
-A fit that a signal has stopped raises `SystemExit`; here the same process starts the next one, as a fresh process would,
-with the same command. So a hundred interruptions of one training take little more time than the training, and what all
-of it did is compared with the run that nobody has interrupted.
+A fit that a signal has stopped raises `SystemExit`; here the same process starts the next one, as a fresh process
+would, with the same command. So a hundred interruptions of one training take little more time than the training, and
+what all of it did is compared with the run that nobody has interrupted.
 """
 
 from __future__ import annotations

@@ -18,6 +18,4 @@ def test_i1_ten_signals_at_random_moments(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_i1_a_hundred_signals_at_random_moments(tmp_path: Path) -> None:
-    interrupted_equals_uninterrupted(
-        tmp_path, trials=100, max_steps=1500, seed=2, within_secs=0.1, run_within_secs=800
-    )
+    interrupted_equals_uninterrupted(tmp_path, trials=100, max_steps=1500, seed=2, within_secs=0.1, run_within_secs=800)
