@@ -114,9 +114,11 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        local_dirpath = None if settings.local is None else settings.local.dirpath
-        fit = Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id, local_dirpath)
-        self.watches = _guarding.watches(settings.guards, fit)
+        fit = Fit(
+            trainer, ranks, dirpath, plugin, run_id=lambda: self.run_id, stop=lambda: self._stop,
+            local_dirpath=None if settings.local is None else settings.local.dirpath,
+        )  # fmt: skip
+        self.watches = _guarding.watches(settings.guards, fit, self._start)
         self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
         self._votes: dict[str, int] = {}
         self._undo += [

@@ -55,6 +55,8 @@ class Fit:
     dirpath: str
     plugin: FaultTolerantCheckpointIO | None
     run_id: Callable[[], str]
+    stop: Callable[[], Request | None]
+    """What ends the fit before its time, if something does."""
     local_dirpath: str | None = None
 
 

@@ -480,7 +480,7 @@ def test_i6_a_save_that_does_not_fit_is_not_begun(tmp_path: Path, caplog: pytest
     with r.observing(Slowed(60)):
         stopped(
             tmp_path, At("on_train_batch_start", n=5), guard=guard, ft_args={"every_n_train_steps": 2},
-            code=exit_codes.PREEMPTED_UNSAVED,
+            code=exit_codes.PREEMPTED_UNSAVED, plugins=[ft.FaultTolerantCheckpointIO(async_save=False)],
         )  # fmt: skip
     assert r.good(tmp_path) == ["step=00000004.ckpt", "step=00000002.ckpt"]
     assert "stopping after step 5 without a new save" in caplog.text
@@ -491,7 +491,7 @@ def test_i6_one_that_fits_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     with r.observing(Slowed(5)):
         stopped(
             tmp_path, At("on_train_batch_start", n=5), guard=ft.PreemptionGuard(grace=200),
-            ft_args={"every_n_train_steps": 2},
+            ft_args={"every_n_train_steps": 2}, plugins=[ft.FaultTolerantCheckpointIO(async_save=False)],
         )  # fmt: skip
     assert r.good(tmp_path)[0] == "step=00000005.ckpt"
     assert "a save takes about 5.0 s" in caplog.text
