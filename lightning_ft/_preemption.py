@@ -184,7 +184,9 @@ class Preemption(Watch):
             failed = exit_code == PREEMPTED_UNSAVED and self._request is not None and self._request.save is not None
             job = None if failed else self._job_to_requeue()
             if job is not None and self._fit.ranks.is_zero:
-                _slurm.last_words.leave(partial(_slurm.requeue, job))
+                # Also how `scancel` ends a job; the early signal is none of that.
+                sigterm_alone = set(self._noting.arrivals()) <= {signal.SIGTERM}
+                _slurm.last_words.leave(partial(_slurm.requeue, job, unless_cancelled=sigterm_alone))
             self._noting.close(dealt_with=True)
 
     def _job_to_requeue(self) -> str | None:

@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
 
 _log = logging.getLogger(__name__)
 
 _WITHIN_SECS = 60
+_LATE = timedelta(minutes=1)  # how far from the limit SLURM may end a job: it looks every half minute
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
 
 
@@ -29,28 +31,60 @@ def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
     return found if _JOB_ID.fullmatch(found) else None
 
 
-def requeue(job: str) -> bool:
+def requeue(job: str, *, unless_cancelled: bool) -> bool:
     """SLURM will start the job again: it ends this one at once, and us with it, so nothing may come after this.
+
+    Args:
+        job: As `job_id` says.
+        unless_cancelled: Leave it, if somebody has cancelled it. SLURM would start it again all the same.
 
     Returns:
         Whether SLURM has taken it. If not, that is said.
     """
-    command = ["scontrol", "requeue", job]
+    if unless_cancelled and is_cancelled(_scontrol("show", "job", "-o", job)[1]):
+        _log.warning("job %s was cancelled, so it is not queued again; its state is saved", job)
+        return False
+    taken, answer = _scontrol("requeue", job)
+    if taken:
+        _log.warning("SLURM will start job %s again", job)
+        return True
+    _log.error("job %s is not queued again: scontrol requeue failed (%s); submit the job anew", job, answer)
+    return False
+
+
+def _scontrol(*arguments: str) -> tuple[bool, str]:
+    """Whether it did what it was told, and what it says."""
+    command = ["scontrol", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_SECS, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    else:
-        if done.returncode == 0:
-            _log.warning("SLURM will start job %s again", job)
-            return True
-        problem = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-    _log.error(
-        "the job is not queued again: %s failed (%s); the state is saved, submit the job anew",
-        " ".join(command),
-        problem,
-    )
-    return False
+        return False, str(error)
+    if done.returncode == 0:
+        return True, done.stdout
+    return False, (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+
+
+def is_cancelled(description: str) -> bool:
+    """Whether a job that is being ended has neither reached its time limit nor been preempted.
+
+    Args:
+        description: What ``scontrol show job -o`` says of it. Without the facts, the answer is no.
+    """
+    facts = dict(word.split("=", 1) for word in description.split() if "=" in word)
+    if facts.get("JobState") not in ("COMPLETING", "CANCELLED") or facts.get("PreemptTime") != "None":
+        return False
+    try:
+        ran = datetime.fromisoformat(facts["EndTime"]) - datetime.fromisoformat(facts["StartTime"])
+        return ran + _LATE < _duration(facts["TimeLimit"])
+    except (KeyError, ValueError):
+        return facts.get("TimeLimit") == "UNLIMITED"
+
+
+def _duration(text: str) -> timedelta:
+    """Of ``1-02:03:04`` and shorter."""
+    days, _, clock = text.rpartition("-")
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    return timedelta(days=int(days or 0), hours=hours, minutes=minutes, seconds=seconds)
 
 
 class _LastWords:

@@ -29,9 +29,7 @@ class Job:
         self.log = place / "log"
         variables = {**os.environ, "MASTER_PORT": str(testing._free_port()), **environment}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=variables, stdout=log, stderr=log, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
 
     def await_file(self, name: str) -> int:
         """What is in the file that the script has made: a process id."""
@@ -168,7 +166,8 @@ def scontrol(place: Path, answer: str) -> str:
     """A PATH with a `scontrol` that writes down what is there when it is called, and then does `answer`."""
     program = place / "bin" / "scontrol"
     program.parent.mkdir(parents=True)
-    program.write_text(f'#!/bin/sh\necho "$@" $(ls {place}/job/checkpoints) >> {place}/scontrol\n{answer}\n')
+    said = f'echo "$@" $(ls {place}/job/checkpoints) >> {place}/scontrol'
+    program.write_text(f'#!/bin/sh\n[ "$1" = show ] && exit\n{said}\n{answer}\n')
     program.chmod(0o755)
     return f"{program.parent}:{os.environ['PATH']}"
 
@@ -194,11 +193,19 @@ def test_i3_a_refused_requeue_is_said_and_the_exit_code_asks_for_another_start(s
     job.await_file("trains0")
     job.process.send_signal(signal.SIGTERM)
     assert job.ended() == 75, job.text
-    assert "the job is not queued again: scontrol requeue 17 failed (Requested operation" in job.text
+    assert "job 17 is not queued again: scontrol requeue failed (Requested operation" in job.text
     assert newest(job.place)
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.guards.job"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "tests.guards.job",
+]
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_is_queued_again(scontrol: Path) -> None:
-    assert _slurm.requeue("17_2")
+    assert _slurm.requeue("17_2", unless_cancelled=False)
     assert (scontrol / "called").read_text() == "requeue 17_2\n"
 
 
@@ -49,14 +49,49 @@ def test_a_refusal_is_said(scontrol: Path, caplog: pytest.LogCaptureFixture) -> 
     (scontrol / "answer").write_text(
         "echo 'slurm_requeue error: Requested operation is presently disabled' >&2; exit 1"
     )
-    assert not _slurm.requeue("17")
-    assert "not queued again: scontrol requeue 17 failed (slurm_requeue error: Requested operation" in caplog.text
+    assert not _slurm.requeue("17", unless_cancelled=False)
+    assert (
+        "job 17 is not queued again: scontrol requeue failed (slurm_requeue error: Requested operation" in caplog.text
+    )
 
 
 def test_a_missing_program_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert not _slurm.requeue("17")
-    assert "scontrol requeue 17 failed" in caplog.text
+    assert not _slurm.requeue("17", unless_cancelled=False)
+    assert "scontrol requeue failed" in caplog.text
+
+
+ENDING = (
+    "JobId=1 JobName=train Priority=1 JobState=COMPLETING Reason=None Restarts=0 RunTime=00:00:02 TimeLimit={limit} "
+    "StartTime=2026-11-30T09:00:00 EndTime={end} PreemptEligibleTime=2026-11-30T09:00:00 PreemptTime={preempted}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("description", "cancelled"),
+    [
+        (ENDING.format(limit="01:00:00", end="2026-11-30T09:20:00", preempted="None"), True),
+        (ENDING.format(limit="1-00:00:00", end="2026-11-30T10:00:00", preempted="None"), True),
+        (ENDING.format(limit="UNLIMITED", end="2026-11-30T10:00:00", preempted="None"), True),
+        (ENDING.format(limit="01:00:00", end="2026-11-30T09:59:31", preempted="None"), False),
+        (ENDING.format(limit="01:00:00", end="2026-11-30T10:00:25", preempted="None"), False),
+        (ENDING.format(limit="01:00:00", end="2026-11-30T09:20:00", preempted="2026-11-30T09:20:00"), False),
+        (ENDING.format(limit="Partition_Limit", end="2026-11-30T09:20:00", preempted="None"), False),
+        ("JobId=1 JobState=RUNNING TimeLimit=01:00:00 PreemptTime=None", False),
+        ("slurm_load_jobs error: Invalid job id specified", False),
+        ("", False),
+    ],
+)
+def test_a_job_that_was_cancelled(description: str, cancelled: bool) -> None:
+    assert _slurm.is_cancelled(description) is cancelled
+
+
+def test_a_cancelled_job_is_not_brought_back(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = ENDING.format(limit="01:00:00", end="2026-11-30T09:20:00", preempted="None")
+    (scontrol / "answer").write_text(f"echo '{text.strip()}'")
+    assert not _slurm.requeue("17", unless_cancelled=True)
+    assert (scontrol / "called").read_text() == "show job -o 17\n"
+    assert "job 17 was cancelled, so it is not queued again" in caplog.text
 
 
 def test_last_words_come_after_whatever_was_registered_later() -> None:
