@@ -1,4 +1,4 @@
-"""A training script as users have it, whose first act is the guard: ``python -m tests.guards.job PLACE [--option ...]``.
+"""A script as users have it, whose first act is the guard: ``python -m tests.guards.job PLACE [--option ...]``.
 
 It writes what it does into `PLACE`, where a test looks; nothing of the package's tests is imported before the guard.
 """

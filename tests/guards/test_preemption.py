@@ -19,12 +19,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft import _signals, exit_codes
+from lightning_ft import _signals, _slurm, exit_codes
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 from tests.trainer import runs as r
@@ -383,6 +384,121 @@ def test_a_validation_or_test_of_its_own_is_ended_as_ever(tmp_path: Path) -> Non
         assert len(r.fit(r.trainer(callback(tmp_path / "fit"), max_steps=2)).steps) == 2
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# -- SLURM ---------------------------------------------------------------------------------------------------------
+
+
+class Slurm:
+    """A job of one task, whose `scontrol` writes down what it is asked for."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._place = place
+        (place / "bin").mkdir()
+        program = place / "bin" / "scontrol"
+        program.write_text(f'#!/bin/sh\n[ "$1" = show ] || echo "$@" >> {place}/called\n')
+        program.chmod(0o755)
+        variables = {
+            "PATH": f"{program.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train",
+            "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+        }  # fmt: skip
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        words = _slurm._LastWords()
+        monkeypatch.setattr(words, "prepare", lambda: None)  # pytest's own end is not the end of the job
+        monkeypatch.setattr(_slurm, "last_words", words)
+
+    @property
+    def asked(self) -> list[str]:
+        called = self._place / "called"
+        return called.read_text().splitlines() if called.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    return Slurm(tmp_path_factory.mktemp("slurm"), monkeypatch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_i3_both_signals_save_and_queue_the_job_again(tmp_path: Path, slurm: Slurm, number: int) -> None:
+    stopped(tmp_path, At("on_train_batch_start", lambda: me(number), n=3), default_root_dir=tmp_path)
+    assert slurm.asked == ["requeue 17"]
+    assert manifest(tmp_path).step == 3
+    assert not list(tmp_path.glob("hpc_ckpt*"))
+
+
+def test_i3_the_signal_of_lightnings_environment_is_taken_over(tmp_path: Path, slurm: Slurm) -> None:
+    environment = SLURMEnvironment(requeue_signal=signal.SIGHUP)
+    at = At("on_train_batch_start", lambda: me(signal.SIGHUP), n=3)
+    stopped(tmp_path, at, default_root_dir=tmp_path, plugins=[environment])
+    assert slurm.asked == ["requeue 17"]
+    assert not list(tmp_path.glob("hpc_ckpt*"))
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_i3_a_task_of_an_array_is_queued_again_alone(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    stopped(tmp_path, At("on_train_batch_start", n=3))
+    assert slurm.asked == ["requeue 15_2"]
+
+
+def test_i3_nothing_was_trained_and_the_job_is_queued_again_all_the_same(tmp_path: Path, slurm: Slurm) -> None:
+    stopped(tmp_path, At("on_fit_start"))
+    assert slurm.asked == ["requeue 17"]
+
+
+def test_i3_where_there_is_no_time_for_a_save_too(tmp_path: Path, slurm: Slurm) -> None:
+    stopped(
+        tmp_path, At("on_train_batch_start", n=3), guard=ft.PreemptionGuard(grace=1e-6),
+        code=exit_codes.PREEMPTED_UNSAVED,
+    )  # fmt: skip
+    assert slurm.asked == ["requeue 17"]
+
+
+def test_i3_after_a_failed_save_it_is_not(tmp_path: Path, slurm: Slurm) -> None:
+    """A disk that is full would be full again, and nobody would be told."""
+
+    def fail(event: ft.events.Event) -> None:
+        if isinstance(event, ft.events.DataWritten):
+            raise OSError(28, "No space left on device")
+
+    with r.observing(fail):
+        stopped(tmp_path, At("on_train_batch_start", n=3), code=exit_codes.PREEMPTED_UNSAVED)
+    assert slurm.asked == []
+
+
+@pytest.mark.parametrize(
+    ("guard", "plugins"),
+    [(False, []), (None, [SLURMEnvironment]), (None, "interactive")],
+)
+def test_i3_it_is_not_where_that_is_not_wanted(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, guard: bool | None, plugins: Any
+) -> None:
+    if plugins == "interactive":
+        monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+        plugins = []
+    made = [environment(auto_requeue=False) for environment in plugins]
+    stopped(tmp_path, At("on_train_batch_start", n=3), guard=ft.PreemptionGuard(requeue=guard), plugins=made)
+    assert slurm.asked == []
+
+
+def test_i3_nor_after_ctrl_c(tmp_path: Path, slurm: Slurm) -> None:
+    stopped(tmp_path, At("on_train_batch_start", lambda: me(signal.SIGINT), n=3), code=exit_codes.INTERRUPTED)
+    assert slurm.asked == []
+
+
+@pytest.mark.usefixtures("slurm")
+def test_i4_an_older_checkpoint_of_lightnings_own_requeue_does_not_take_over(tmp_path: Path) -> None:
+    settings = {"default_root_dir": tmp_path, "max_epochs": 4}
+    r.fit(r.trainer(max_steps=2, **settings)).trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    ours = tmp_path / "ours"
+    assert len(r.fit(r.trainer(callback(ours), max_steps=4, **settings)).steps) == 2, "nothing of ours is there yet"
+    assert len(resumed(ours, max_steps=6, **settings).steps) == 2
+    with pytest.raises(ft.ConfigurationError, match=r"hpc_ckpt_1.ckpt was taken, .* give ckpt_path=\"last\""):
+        r.fit(r.trainer(callback(ours), max_steps=8, **settings))
 
 
 # -- Ctrl-C --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,17 +67,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for job in jobs:
-        with _gone():
+        with suppress(ProcessLookupError):
             os.killpg(job.process.pid, signal.SIGKILL)
         job.process.wait()
-
-
-@contextmanager
-def _gone() -> Iterator[None]:
-    try:
-        yield
-    except ProcessLookupError:
-        pass
 
 
 def newest(place: Path) -> ft.CheckpointInfo:
@@ -172,7 +164,7 @@ def scontrol(place: Path, answer: str) -> str:
     return f"{program.parent}:{os.environ['PATH']}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_i3_slurm_queues_the_job_again_and_ends_it(start: Start, tmp_path: Path, number: int) -> None:
     """The signals that come back come to a process that has nothing left to do."""
     path = scontrol(tmp_path, "kill -CONT $PPID; kill -TERM $PPID")
@@ -187,6 +179,7 @@ def test_i3_slurm_queues_the_job_again_and_ends_it(start: Start, tmp_path: Path,
     assert len((tmp_path / "scontrol").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_i3_a_refused_requeue_is_said_and_the_exit_code_asks_for_another_start(start: Start, tmp_path: Path) -> None:
     path = scontrol(tmp_path, "echo 'Requested operation is presently disabled' >&2; exit 1")
     job = start(PATH=path, **SLURM)
