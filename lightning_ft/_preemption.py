@@ -39,6 +39,7 @@ class Preemption(Watch):
     """
 
     topics = ("preempt", "preempt_age_ms", "save_now")
+    anywhere = True
     replaces_lightnings_signals = True
 
     def __init__(self, guard: PreemptionGuard, fit: Fit) -> None:

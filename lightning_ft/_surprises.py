@@ -47,8 +47,8 @@ def refuse_older(path: str, dirpath: str, checkpoints: int) -> None:
     if checkpoints:
         raise ConfigurationError(
             f"{path} was taken, as Lightning does under SLURM without a ckpt_path, but {dirpath} holds {checkpoints} "
-            'checkpoint(s) of this callback: give ckpt_path="last" to go on from them; or, to return to that file, give '
-            "it another name and its path as ckpt_path"
+            'checkpoint(s) of this callback: give ckpt_path="last" to go on from them; or, to return to it, give '
+            "that file another name and its path as ckpt_path"
         )
 
 
