@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from lightning_ft.guards.hang import HangGuard
+    from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -62,6 +63,7 @@ __all__ = [
     "ManifestError",
     "ModelParallelStrategy",
     "NoUsableCheckpointError",
+    "PreemptionGuard",
     "RankFailure",
     "RankLostError",
     "RestoreError",
@@ -92,6 +94,7 @@ _MODULE_OF = {
     "ManifestError": "errors",
     "ModelParallelStrategy": "strategies",
     "NoUsableCheckpointError": "errors",
+    "PreemptionGuard": "guards.preemption",
     "RankFailure": "errors",
     "RankLostError": "errors",
     "RestoreError": "errors",

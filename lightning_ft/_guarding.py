@@ -9,15 +9,15 @@ from typing import Any
 from lightning_ft import _hang, _loops
 from lightning_ft._chronicle import Chronicle
 from lightning_ft._hang import HangWatch
+from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
-from lightning_ft.guards import Guard
-from lightning_ft.guards.hang import HangGuard
+from lightning_ft.guards import AnyGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
 
 
-def watches(guards: Sequence[Any], fit: Fit, start: int) -> Watches:
+def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
     """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order.
 
     Args:
@@ -27,6 +27,7 @@ def watches(guards: Sequence[Any], fit: Fit, start: int) -> Watches:
     """
     # Hangs are watched for as long as anything else is at work, so that one is closed last.
     found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
+    found += [Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard)]
     polled = [guard for guard in guards if isinstance(guard, Guard)]
     if polled:
         found.append(_Polled(polled, fit))

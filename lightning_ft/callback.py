@@ -20,14 +20,14 @@ from typing_extensions import override
 from lightning_ft import _callbacks, _choose, _guarding, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
+from lightning_ft._preemption import stand_aside
 from lightning_ft._session import Session, Settings
 from lightning_ft._shared_verification import SharedVerification
 from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
-from lightning_ft.guards import Guard
-from lightning_ft.guards.hang import HangGuard
+from lightning_ft.guards import AnyGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -92,7 +92,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_every_n_train_steps: int | None = None,
         local_keep_last: int = 2,
         save_on_train_end: bool = True,
-        guards: Sequence[Guard | HangGuard] = (),
+        guards: Sequence[AnyGuard] = (),
         max_restarts_without_progress: int | None = 3,
         seed_workers: bool = True,
         strict: bool = True,
@@ -106,8 +106,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, (Guard, HangGuard)):
+            if not isinstance(guard, (Guard, PreemptionGuard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        for kind in (PreemptionGuard, HangGuard):
+            if sum(isinstance(guard, kind) for guard in guards) > 1:
+                raise ConfigurationError(f"guards={guards!r}: one {kind.__name__}, with all that it is to do")
         patience = max_restarts_without_progress
         if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
             raise ConfigurationError(
@@ -132,6 +135,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._chosen = ""
         self._forget_choice: Callable[[], None] | None = None
         self._forget_names: Callable[[], None] | None = None
+        self._stands_aside: Callable[[], None] | None = None
 
     @staticmethod
     def _local_tier(
@@ -157,6 +161,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         plugin = self._install_plugin(trainer)
         self._forget_names = _callbacks.find_wrapped_weights(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._stands_aside = stand_aside(self.settings.guards, trainer)
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
@@ -236,11 +241,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._session.close()
         elif self._ranks is not None:
             self._ranks.close()
-        for forget in (self._forget_choice, self._forget_names):
+        for forget in (self._forget_choice, self._forget_names, self._stands_aside):
             if forget is not None:
                 forget()
         _guarding.disarm()
-        self._session = self._ranks = self._forget_choice = self._forget_names = None
+        self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
         self._chosen = ""
 
     # -- ckpt_path="last" ----------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ DOCUMENTED = ERRORS | {
     "HangGuard",
     "Manifest",
     "ModelParallelStrategy",
+    "PreemptionGuard",
     "__version__",
     "events",
     "last_good",
