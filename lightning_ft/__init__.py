@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ConfigurationError,
         CorruptCheckpointError,
         DirectoryInUseError,
+        DivergenceError,
         FaultToleranceError,
         ManifestError,
         NoUsableCheckpointError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedFormatError,
     )
+    from lightning_ft.guards.divergence import DivergenceGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -51,6 +53,8 @@ __all__ = [
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "DivergenceError",
+    "DivergenceGuard",
     "FSDPStrategy",
     "FaultToleranceError",
     "FaultTolerantCheckpoint",
@@ -79,6 +83,8 @@ _MODULE_OF = {
     "ConfigurationError": "errors",
     "CorruptCheckpointError": "errors",
     "DirectoryInUseError": "errors",
+    "DivergenceError": "errors",
+    "DivergenceGuard": "guards.divergence",
     "FSDPStrategy": "strategies",
     "FaultToleranceError": "errors",
     "FaultTolerantCheckpoint": "callback",

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from lightning_ft import _loops
+from lightning_ft._divergence_watch import DivergenceWatch
 from lightning_ft._watch import Fit, Request, Watch, Watches
 from lightning_ft.guards import Guard
+from lightning_ft.guards.divergence import DivergenceGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
@@ -15,7 +17,9 @@ _log = logging.getLogger(__name__)
 
 def watches(guards: Sequence[Guard], fit: Fit) -> Watches:
     """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
-    return Watches([_Polled(guards, fit)] if guards else [])
+    polled = [guard for guard in guards if isinstance(guard, Guard)]
+    found: list[Watch] = [DivergenceWatch(guard, fit) for guard in guards if isinstance(guard, DivergenceGuard)]
+    return Watches([*found, _Polled(polled, fit)] if polled else found)
 
 
 class _Polled(Watch):

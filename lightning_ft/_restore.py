@@ -44,6 +44,7 @@ def build_state(
     boundary: str,
     stopping: bool,
     seed: str | None,
+    guards: dict[str, Any],
 ) -> dict[str, Any]:
     """What a restart needs beyond Lightning's own dictionary. Complete on rank 0, which writes it.
 
@@ -58,6 +59,7 @@ def build_state(
         boundary: ``"step"`` or ``"epoch"`` at our own boundaries, ``"none"`` for saves of other callbacks.
         stopping: A guard stops this run, which a restart has to continue.
         seed: What the run was first seeded with.
+        guards: What the guards of this rank know.
     """
     progress = _loops.progress(trainer)
     # At the last batch of an epoch the position within it is of no use any more: what comes next is a new pass.
@@ -69,6 +71,7 @@ def build_state(
             "loaders": loaders.state(epoch_over=epoch_over, noted=boundary != "none"),
             "metrics": _metrics.capture(trainer, tree),
             "gradients": state.held_gradients(trainer.lightning_module),
+            "guards": guards,
         }
     )
     return {

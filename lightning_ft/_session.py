@@ -17,11 +17,12 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
+from lightning_ft import _callbacks, _emergency, _guarding, _loops, _names, _rng, _surprises, events
 from lightning_ft._ballot import Vote
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
+from lightning_ft._left_out import LeftOut
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
@@ -31,7 +32,7 @@ from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
-from lightning_ft._watch import Fit, Request
+from lightning_ft._watch import Fit, Line, Request
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -113,13 +114,21 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self.watches = _guarding.watches(settings.guards, Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id))
+        self._left_out = LeftOut(trainer, ranks, self._loaders)
+        self._line_from = progress.batch, ""
+        self._going_back = False
+        fit = Fit(
+            trainer, ranks, dirpath, plugin, lambda: self.run_id, settings.strict, self._saves, self._tiers,
+            self._loaders, self._left_out, self._line, self.go_back,
+        )  # fmt: skip
+        self.watches = _guarding.watches(settings.guards, fit)
         self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
         self._votes: dict[str, int] = {}
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
-            compare_next_load(trainer, ranks),
+            compare_next_load(trainer, ranks), self._left_out.install(),
+            _loops.before_backward(trainer, self.loss_known),
         ]  # fmt: skip
         if plugin is not None:
             sharded = saves_sharded(trainer.strategy)
@@ -169,21 +178,45 @@ class Session:
         self._restore = Restore(
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
-        self.run_id = self._new_run_id
+        going_back, self._going_back = self._going_back, False
+        path = _names.normalise(path)
         saved = checkpoint.get(KEY)
+        if not going_back:
+            self.run_id = self._new_run_id
+        self._line_from = (0 if saved is None else saved["batch"]), path
         if saved is None:
             return
+        _emergency.require_not_one(saved, path, strict=self._settings.strict)
+        other_ranks = saved["world_size"] != self._ranks.world_size
+        self._left_out.restore(saved.get("left_out", []), saved["batch"], other_ranks=other_ranks)
+        of_rank = saved["ranks"][0 if other_ranks else self._ranks.rank]
+        self.watches.restore(of_rank.get("guards", {}), other_ranks=other_ranks)
         self._parent = saved["generation"]
         self._seed = saved["seed"]
         self._pending = self._local_pending = Pending(LastSave(saved["step"], saved["epochs"]))
         # From an older checkpoint, or one of another directory, a branch with an id of its own begins: its
         # rotation must not count, or delete, the checkpoints of the line it left.
-        path = _names.normalise(path)
-        if self._tiers.has(path) and not self._ranks.decide(lambda: self._superseded(saved, path)):
+        if not going_back and self._tiers.has(path) and not self._ranks.decide(lambda: self._superseded(saved, path)):
             self.run_id = saved["run_id"]
             if self._ranks.is_zero and self._tiers.is_local(path):
                 # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
                 self._tiers.upload(path, self.run_id)
+
+    def _line(self) -> Line:
+        return Line(self.run_id, self._start, *self._line_from)
+
+    def go_back(self) -> None:
+        """The fit is about to load an older checkpoint of its own: what is trained from it supersedes what was.
+
+        Ranks: all.
+        """
+        if self._vote.cast_open:
+            self._vote.read()
+        self._votes = {}
+        self._going_back = True
+        self._start += 1
+        self._stop = None
+        self._epoch_begun = self._stopped_within_epoch = False
 
     def _superseded(self, saved: dict[str, Any], path: str) -> bool:
         """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""
@@ -325,7 +358,7 @@ class Session:
         reason, boundary = self._saves.at_hand or ("user", "none")
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
-            boundary=boundary, stopping=self._stop is not None, seed=self._seed,
+            boundary=boundary, stopping=self._stop is not None, seed=self._seed, guards=self.watches.state(),
         )  # fmt: skip
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
@@ -338,7 +371,20 @@ class Session:
             "start": self._start,
             "parent": self._parent,
             "reason": reason,
+            "left_out": self._left_out.state(),
         }
+        if self._saves.emergency is not None:
+            checkpoint[KEY]["emergency"] = self._saves.emergency
+
+    @property
+    def saves(self) -> bool:
+        """Whether it is this session that saves, so that all ranks are at the same place."""
+        return self._saves.at_hand is not None
+
+    def failed(self, error: BaseException) -> None:
+        """The fit ends with `error`. Local: the other ranks may not have failed."""
+        self._left_out.say_how(error)
+        self.watches.failed(error)
 
     # -- deciding and saving -------------------------------------------------------------------------------------
 
@@ -395,4 +441,9 @@ class Session:
         return self._plugin is not None and self._plugin.when_busy == "skip"
 
     def _save(self, reason: str, boundary: str, progress: Progress, *, upload: bool = True) -> None:
+        refusal = self.watches.refuses_save()
+        if refusal is not None:
+            events.emit(events.SaveSkipped(self._tiers.first, progress.step, refusal))
+            self._pending = replace(self._pending, postponed=reason)
+            return
         self._saves.make(reason, boundary, progress, self.run_id, ends=self._stopped_within_epoch, upload=upload)

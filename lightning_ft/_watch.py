@@ -15,11 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_ft._dist import Ranks
+from lightning_ft._left_out import LeftOut
+from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._saves import Saves
+from lightning_ft._tiers import Tiers
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.state import Progress
 
@@ -39,6 +44,19 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Line:
+    """The line of training at hand: a fit begins one, and so does going back."""
+
+    run_id: str
+    start: int
+    """Its ordinal, that of the manifests."""
+    from_batch: int
+    """How many batches were trained when it began; checkpoints of earlier lines up to there lead to it."""
+    from_path: str
+    """What it began from; empty: from nothing."""
+
+
+@dataclass(frozen=True)
 class Fit:
     """What a watch knows of the fit it belongs to."""
 
@@ -47,6 +65,15 @@ class Fit:
     dirpath: str
     plugin: FaultTolerantCheckpointIO | None
     run_id: Callable[[], str]
+    strict: bool
+    saves: Saves
+    tiers: Tiers
+    loaders: TrackedLoaders
+    left_out: LeftOut
+    line: Callable[[], Line]
+    """Which checkpoints lead to the state that training is in."""
+    go_back: Callable[[], None]
+    """To be called before this fit loads an older checkpoint of its own."""
 
 
 class Watch:
@@ -55,6 +82,8 @@ class Watch:
     Thread: main. Ranks: all, at the same points.
     """
 
+    key = ""
+    """The name of its state in checkpoints; empty if it has none."""
     topics: tuple[str, ...] = ()
     """What it votes on: names of non-negative integers, of which every rank hears the maximum."""
     wants_loss = False
@@ -79,6 +108,25 @@ class Watch:
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         """What is to happen at this step boundary, from what all ranks have heard."""
         return None
+
+    def refuses_save(self) -> str | None:
+        """Why the state of now must not be saved for a restart; None if it may be. The same on all ranks.
+
+        What is raised here is raised on all ranks. Blocks on: what it takes to know, all ranks included.
+        """
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, with a `key` only: this rank's own plain data."""
+        return {}
+
+    def restore(self, state: dict[str, Any], *, other_ranks: bool) -> None:
+        """The fit goes on from a checkpoint that has this `state`.
+
+        Args:
+            state: Of this rank; with `other_ranks`, of another one.
+            other_ranks: The number of ranks is not that of the checkpoint.
+        """
 
     def phase(self, name: str) -> None:
         """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``."""
@@ -127,6 +175,18 @@ class Watches(Watch):
         """What each of them asks for, in their order."""
         asked = [watch.decide(votes, progress) for watch in self._watches]
         return [request for request in asked if request is not None]
+
+    def refuses_save(self) -> str | None:
+        refusals = [watch.refuses_save() for watch in self._watches]
+        return next((why for why in refusals if why is not None), None)
+
+    def state(self) -> dict[str, Any]:
+        return {watch.key: watch.state() for watch in self._watches if watch.key}
+
+    def restore(self, state: dict[str, Any], *, other_ranks: bool) -> None:
+        for watch in self._watches:
+            if watch.key in state:
+                watch.restore(state[watch.key], other_ranks=other_ranks)
 
     def phase(self, name: str) -> None:
         for watch in self._watches:

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -27,6 +26,7 @@ from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import Guard
+from lightning_ft.guards.divergence import DivergenceGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -100,7 +100,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, Guard):
+            if not isinstance(guard, (Guard, DivergenceGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
@@ -213,7 +213,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # No collective from here on: the other ranks may not have failed, and would not answer.
         if self._session is not None:
-            self._session.watches.failed(exception)
+            self._session.failed(exception)
         self._close()
 
     def _close(self) -> None:
@@ -276,7 +276,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         # After an exception other ranks may not be here, and within a step (a signal handler) they are elsewhere: no
         # collective then, and nothing to restart from exactly.
-        if self._session is not None and not trainer.interrupted and not _loops.half_done(trainer):
+        if self._session is None:
+            return
+        if self._session.saves or not (trainer.interrupted or _loops.half_done(trainer)):
             self._session.add_state(checkpoint)
 
     @override
@@ -290,11 +292,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         if self._session is not None:
             self._session.batch_starts()
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._session is not None:
-            self._session.loss_known(loss)
 
     @override
     def on_before_optimizer_step(

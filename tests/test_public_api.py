@@ -13,6 +13,8 @@ ERRORS = {
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "DivergenceError",
+    "DivergenceGuard",
     "FaultToleranceError",
     "ManifestError",
     "NoUsableCheckpointError",

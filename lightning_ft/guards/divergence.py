@@ -34,8 +34,8 @@ class DivergenceGuard:
             ``"warn"``: it goes on, with a line in the log; what is not finite is not saved.
         max_loss: Losses above this are bad.
         patience: So many bad steps in a row are left out, without the action: their gradients are dropped and weights
-            and optimizer state stay, as a `GradScaler` does it; schedulers and counters move on. Not if the forward pass
-            has left something in a buffer that is not finite.
+            and optimizer state stay, as a `GradScaler` does it; schedulers and counters move on. Not if the forward
+            pass has left something in a buffer that is not finite.
         max_rollbacks: The run stops at the bad step after so many rollbacks, counted over all its starts.
         offending: What a rollback does with the batches that had the bad loss: ``"skip"`` leaves them out: they are
             fetched and not trained, and no scheduler or step counter moves, as if they were not in the data. Of a step
