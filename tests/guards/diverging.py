@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -118,12 +118,12 @@ def trainer(dirpath: Any, guard: Any = None, **kwargs: Any) -> L.Trainer:
     return L.Trainer(**{**s.COMMON, "max_epochs": 2, "plugins": plugins, **kwargs}, callbacks=callbacks)
 
 
-def fit(dirpath: Any, guard: Any = None, model: Any = None, loader: Any = None, **kwargs: Any) -> Any:
+def fit(dirpath: Any, guard: Any = None, model: Any = None, loader: Any = None, val: Any = None, **kwargs: Any) -> Any:
     """The module and the trainer after the fit; and the error that ended it, if one did."""
     model = Net() if model is None else model
     made = trainer(dirpath, guard, **kwargs)
     try:
-        made.fit(model, data() if loader is None else loader, ckpt_path="last")
+        made.fit(model, data() if loader is None else loader, val, ckpt_path="last")
     except ft.DivergenceError as error:
         return model, made, error
     return model, made, None
@@ -139,6 +139,3 @@ def end_of(model: L.LightningModule, trainer: L.Trainer) -> dict[str, Any]:
         "random": torch.random.get_rng_state(),
         "metrics": {k: v for k, v in trainer.callback_metrics.items() if k.endswith("_epoch")},
     }
-
-
-Guards = Callable[..., ft.DivergenceGuard]
