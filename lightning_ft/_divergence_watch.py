@@ -66,6 +66,7 @@ class DivergenceWatch(Watch):
         self._bad_steps = 0
         self._poisoned = False  # by a step that was taken although its loss was not finite
         self._trained_up_to = 0
+        self._step_at_hand = self._last_step = range(0)
         self._sound_buffers: frozenset[str] | None = None
         self._undo = [_rollback.install(fit, self._went_back)]
         fit.tiers.keep_predecessors()
@@ -105,6 +106,7 @@ class DivergenceWatch(Watch):
         trainer = self._fit.trainer
         seen = self._place(self._kinds)
         self._kinds += 1
+        self._step_at_hand = seen.step
         # Lightning has divided it by the number of batches that are accumulated.
         factor = float(trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1)
         if is_streamed(loss.device):
@@ -170,7 +172,7 @@ class DivergenceWatch(Watch):
             self._course, _ = self._course.after(Badness.GOOD, self._guard, undone=False)
             self._own = []
         if self._move != Move.LEAVE_OUT:
-            self._trained_up_to = progress.batch
+            self._trained_up_to, self._last_step = progress.batch, self._step_at_hand
         self._poisoned = self._move == Move.WARN and self._heard == Badness.NOT_FINITE + 1
         self._move, self._heard = Move.GO_ON, _UNKNOWN
 
@@ -215,9 +217,20 @@ class DivergenceWatch(Watch):
         bad = [seen for report in reports for seen, _ in report]
         first = min(seen.batch for seen in bad)
         words = _in_words(reports)
-        found = _last_finite.find(fit, first, self._suspect_from(first, undone=undone))
+        culprits = sorted({number for seen in bad for number in seen.step})
+        # No finite loss came of the checkpoint right before, so that its weights may be what is wrong.
+        suspect_from: int | None = first - 1
+        if undone and not self._steps_of_batch:
+            # The weights of now are those of the last step, and of every checkpoint since.
+            finite = all(fit.ranks.all_gather(_last_finite.weights_are_finite(fit.trainer.lightning_module)))
+            suspect_from = None if finite else self._trained_up_to
+            if not finite:
+                culprits = list(self._last_step)
+                words += "; its weights were not finite to begin with"
+                words += f", since the step of batches {ranges(culprits)}" if culprits else ""
+        found = _last_finite.find(fit, first, suspect_from)
         if move == Move.ROLL_BACK and found.path:
-            leave_out = sorted({n for seen in bad for n in seen.step}) if self._guard.offending == "skip" else []
+            leave_out = culprits if self._guard.offending == "skip" else []
             if fit.ranks.is_zero:
                 _last_finite.remove(fit, found.poisoned)
                 _log.error(
@@ -230,21 +243,15 @@ class DivergenceWatch(Watch):
             words += "; there is no finite checkpoint to go back to"
         elif self._guard.action == "rollback":
             words += f"; it went back {self._course.rollbacks} times already (max_rollbacks)"
-        raise self._error(words, reports, first, found)
-
-    def _suspect_from(self, first: int, *, undone: bool) -> int | None:
-        """From which batch on a checkpoint may have weights that are not finite: no finite loss came of it.
-
-        Ranks: all.
-        """
-        if not undone or self._steps_of_batch:
-            return first - 1
-        # The weights of now are those of the last step, and of every checkpoint since.
-        finite = _last_finite.weights_are_finite(self._fit.trainer.lightning_module)
-        return None if all(self._fit.ranks.all_gather(finite)) else self._trained_up_to
+        raise self._error(words, reports, first, culprits, found)
 
     def _error(
-        self, words: str, reports: Sequence[Sequence[tuple[Seen, str]]], first: int, found: _last_finite.Found
+        self,
+        words: str,
+        reports: Sequence[Sequence[tuple[Seen, str]]],
+        first: int,
+        culprits: Sequence[int],
+        found: _last_finite.Found,
     ) -> DivergenceError:
         """The run ends: its state is in an emergency checkpoint, and the error says all there is to know."""
         fit = self._fit
@@ -259,11 +266,10 @@ class DivergenceWatch(Watch):
         if emergency and fit.ranks.is_zero:
             _last_finite.remove(fit, found.poisoned)
         fit.ranks.all_gather(None)  # nobody leaves before rank 0 has written and removed: launchers kill what is left
-        to_skip = ranges(n for report in reports for seen, _ in report for n in seen.step)
         message = (
             f"{words}. The run ends at step {step}, on all ranks. "
             + (f"Restart from {found.path}" if found.path else "There is no finite checkpoint to restart from")
-            + f". If nothing is changed it diverges again; {_left_out.VARIABLE}={to_skip} leaves those batches out"
+            + f". If nothing is changed it diverges again; {_left_out.VARIABLE}={ranges(culprits)} leaves that out"
             + (f". To look into: the state as it is now, {emergency}" if emergency else "")
         )
         if fit.ranks.is_zero:
@@ -281,7 +287,7 @@ class DivergenceWatch(Watch):
         self._vote = self._heard = _UNKNOWN
         self._kinds = self._steps_of_batch = 0
         self._move, self._poisoned = Move.GO_ON, False
-        self._trained_up_to = _loops.progress(self._fit.trainer).batch
+        self._trained_up_to, self._last_step = _loops.progress(self._fit.trainer).batch, range(0)
 
     # -- buffers -------------------------------------------------------------------------------------------------
 
