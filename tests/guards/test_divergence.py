@@ -289,6 +289,47 @@ def test_loaders_that_are_made_anew_in_every_epoch(tmp_path: Path, monkeypatch: 
     ends_alike(ran, run("asked", None))
 
 
+@pytest.mark.parametrize("plugin", [{}, {"load": "broadcast", "verify_after_write": "full"}, {"when_busy": "newest"}])
+def test_it_goes_back_with_saves_in_the_background(tmp_path: Path, plugin: Any) -> None:
+    one = {"plugins": [ft.FaultTolerantCheckpointIO(**plugin)], "ft_args": {"every_n_train_steps": 1, "keep_last": 1}}
+    ran = d.fit(tmp_path / "back", BACK, d.Net(BAD), **one)
+    assert ran[2] is None
+    ends_alike(d.end_of(*ran[:2]), d.end_of(*d.fit(tmp_path / "without", None, d.Net(), d.data(BAD))[:2]))
+
+
+def test_it_goes_back_in_a_store(tmp_path: Path) -> None:
+    with runs.memory() as url:
+        ran = d.fit(url, BACK, d.Net(at=(6,), through="gradient"), ft_args={"every_n_train_steps": 1, "keep_last": 1})
+        assert ran[2] is None
+        ran = d.fit(f"{url}/stop", STOP, d.Net(at=(6,), through="gradient"), ft_args={"every_n_train_steps": 1})
+        assert ran[2].restart_from == f"{url}/stop/step=00000005.ckpt"
+        assert "diverged-step=00000006.ckpt" in names(f"{url}/stop")
+        assert "step=00000006.ckpt" not in names(f"{url}/stop")
+
+
+def test_it_goes_back_to_a_local_checkpoint_in_front_of_a_slow_directory(tmp_path: Path) -> None:
+    local = {
+        "every_n_train_steps": 4, "local_dirpath": tmp_path / "local", "local_every_n_train_steps": 1,
+        "local_keep_last": 1, "keep_last": 1,
+    }  # fmt: skip
+    ran = d.fit(tmp_path / "back", BACK, d.Net(BAD), ft_args=local)
+    assert ran[2] is None
+    ends_alike(d.end_of(*ran[:2]), d.end_of(*d.fit(tmp_path / "without", None, d.Net(), d.data(BAD))[:2]))
+    end = ft.last_good(tmp_path / "back")
+    assert end is not None
+    assert end.manifest is not None
+    assert end.manifest.batch == 2 * d.BATCHES
+
+
+def test_it_goes_back_to_what_it_was_started_from(tmp_path: Path) -> None:
+    d.fit(tmp_path / "first", None, d.Net(), max_steps=4, max_epochs=-1)
+    start = ft.last_good(tmp_path / "first").path  # type: ignore[union-attr]
+    made = d.trainer(tmp_path / "second", BACK)
+    model = d.Net(BAD)
+    made.fit(model, d.data(), ckpt_path=start)
+    ends_alike(d.end_of(model, made), d.end_of(*d.fit(tmp_path / "without", None, d.Net(), d.data(BAD))[:2]))
+
+
 def test_retried_batches_are_trained(tmp_path: Path) -> None:
     once = d.Net(at=(5,))
     is_bad, asked = once.is_bad, []
