@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from lightning_ft import _loops
+from lightning_ft._chronicle import Chronicle
 from lightning_ft._divergence_watch import DivergenceWatch
 from lightning_ft._watch import Fit, Request, Watch, Watches
 from lightning_ft.guards import Guard
@@ -15,11 +16,20 @@ from lightning_ft.state import Progress
 _log = logging.getLogger(__name__)
 
 
-def watches(guards: Sequence[Guard], fit: Fit) -> Watches:
-    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
-    polled = [guard for guard in guards if isinstance(guard, Guard)]
+def watches(guards: Sequence[Guard], fit: Fit, start: int) -> Watches:
+    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order.
+
+    Args:
+        guards: What the user asked for.
+        fit: The fit.
+        start: Its ordinal among those into this directory.
+    """
     found: list[Watch] = [DivergenceWatch(guard, fit) for guard in guards if isinstance(guard, DivergenceGuard)]
-    return Watches([*found, _Polled(polled, fit)] if polled else found)
+    if polled := [guard for guard in guards if isinstance(guard, Guard)]:
+        found.append(_Polled(polled, fit))
+    if fit.plugin is not None and fit.ranks.is_zero:
+        found.append(Chronicle(fit, fit.plugin, start))
+    return Watches(found)
 
 
 class _Polled(Watch):

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lightning_ft import _names, discovery
+from lightning_ft._line import Line
 from lightning_ft._loading import Loading
-from lightning_ft._watch import Fit, Line
+from lightning_ft._watch import Fit
 from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.storage import Storage
 
@@ -80,7 +81,7 @@ def find(fit: Fit, before: int, suspect_from: int | None) -> Found:
         return True
 
     def choose(local_too: bool) -> Found:
-        line, poisoned = fit.line(), list[str]()
+        line, poisoned = fit.line, list[str]()
         for info in candidates(fit.tiers.infos(), line, before):
             assert info.manifest is not None
             if (local_too or not fit.tiers.is_local(info.path)) and usable(info.path, info.manifest.batch, poisoned):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
 from lightning_ft._left_out import LeftOut
+from lightning_ft._line import Line, is_superseded
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
@@ -32,7 +32,7 @@ from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
-from lightning_ft._watch import Fit, Line, Request
+from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -98,10 +98,9 @@ class Session:
         self._tiers = Tiers(dirpath, settings.retention, settings.local, plugin)
         self._restore: Restore | None = None
         self._undo: list[Callable[[], None]] = []
-        self._start, self._new_run_id = self._tiers.open(ranks)
+        start, self._new_run_id = self._tiers.open(ranks)
         self._continues = continues
-        self.run_id = continues or self._new_run_id
-        self._parent: str | None = None
+        self._line = Line(continues or self._new_run_id, start)
         self._seed = os.environ.get("PL_GLOBAL_SEED")
         progress = _loops.progress(trainer)  # not zero if the trainer has been fitted before
         self._pending = self._local_pending = Pending(LastSave(progress.step, progress.epochs))
@@ -115,13 +114,12 @@ class Session:
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
         self._left_out = LeftOut(trainer, ranks, self._loaders)
-        self._line_from = progress.batch, ""
-        self._going_back = False
+        self._line.from_batch = progress.batch
         fit = Fit(
-            trainer, ranks, dirpath, plugin, lambda: self.run_id, settings.strict, self._saves, self._tiers,
-            self._loaders, self._left_out, self._line, self.go_back,
+            trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._stop, settings.strict, self._saves,
+            self._tiers, self._loaders, self._left_out, self._line, self.go_back,
         )  # fmt: skip
-        self.watches = _guarding.watches(settings.guards, fit)
+        self.watches = _guarding.watches(settings.guards, fit, start)
         self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
         self._votes: dict[str, int] = {}
         self._undo += [
@@ -178,12 +176,8 @@ class Session:
         self._restore = Restore(
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
-        going_back, self._going_back = self._going_back, False
-        path = _names.normalise(path)
-        saved = checkpoint.get(KEY)
-        if not going_back:
-            self.run_id = self._new_run_id
-        self._line_from = (0 if saved is None else saved["batch"]), path
+        path, saved = _names.normalise(path), checkpoint.get(KEY)
+        continues = self._line.begin(saved, path, self._new_run_id, lambda: self._is_newest(saved or {}, path))
         if saved is None:
             return
         _emergency.require_not_one(saved, path, strict=self._settings.strict)
@@ -191,40 +185,32 @@ class Session:
         self._left_out.restore(saved.get("left_out", []), saved["batch"], other_ranks=other_ranks)
         of_rank = saved["ranks"][0 if other_ranks else self._ranks.rank]
         self.watches.restore(of_rank.get("guards", {}), other_ranks=other_ranks)
-        self._parent = saved["generation"]
         self._seed = saved["seed"]
         self._pending = self._local_pending = Pending(LastSave(saved["step"], saved["epochs"]))
-        # From an older checkpoint, or one of another directory, a branch with an id of its own begins: its
-        # rotation must not count, or delete, the checkpoints of the line it left.
-        if not going_back and self._tiers.has(path) and not self._ranks.decide(lambda: self._superseded(saved, path)):
-            self.run_id = saved["run_id"]
-            if self._ranks.is_zero and self._tiers.is_local(path):
-                # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
-                self._tiers.upload(path, self.run_id)
+        if continues and self._ranks.is_zero and self._tiers.is_local(path):
+            # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
+            self._tiers.upload(path, self.run_id)
 
-    def _line(self) -> Line:
-        return Line(self.run_id, self._start, *self._line_from)
+    def _is_newest(self, saved: dict[str, Any], path: str) -> bool:
+        """Whether `path` is of this directory, and the newest good one (what "last" passed over was not good)."""
+        chosen = path == self._chosen
+        return self._tiers.has(path) and self._ranks.decide(
+            lambda: chosen or not is_superseded(saved, self._tiers.infos())
+        )
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run that is trained."""
+        return self._line.run_id
 
     def go_back(self) -> None:
-        """The fit is about to load an older checkpoint of its own: what is trained from it supersedes what was.
-
-        Ranks: all.
-        """
+        """The fit is about to load an older checkpoint of its own. Ranks: all."""
         if self._vote.cast_open:
             self._vote.read()
         self._votes = {}
-        self._going_back = True
-        self._start += 1
+        self._line.go_back()
         self._stop = None
         self._epoch_begun = self._stopped_within_epoch = False
-
-    def _superseded(self, saved: dict[str, Any], path: str) -> bool:
-        """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""
-        if path == self._chosen:
-            return False
-        position = saved["start"], saved["batch"]
-        newer = [i for i in self._tiers.infos() if i.problem is None and i.order[:2] > position]
-        return any(_names.parse_checkpoint_name(i.name) for i in newer)
 
     # -- the loops: see the table in `_loops` --------------------------------------------------------------------
 
@@ -291,7 +277,7 @@ class Session:
             return
         options = self._plugin.storage_options if self._plugin is not None else None
         _callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
-        if self._start > 1 and self._restore is None and not self._continues:
+        if self._line.start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
         local = self._settings.local
         often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
@@ -366,11 +352,7 @@ class Session:
             _loops.begin_next_epoch(fit_loop)
         checkpoint[KEY] = {
             **saved,
-            "generation": uuid.uuid4().hex,
-            "run_id": self.run_id,
-            "start": self._start,
-            "parent": self._parent,
-            "reason": reason,
+            **self._line.stamp(reason),
             "left_out": self._left_out.state(),
         }
         if self._saves.emergency is not None:

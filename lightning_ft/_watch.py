@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_ft._dist import Ranks
 from lightning_ft._left_out import LeftOut
+from lightning_ft._line import Line
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
@@ -44,19 +45,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Line:
-    """The line of training at hand: a fit begins one, and so does going back."""
-
-    run_id: str
-    start: int
-    """Its ordinal, that of the manifests."""
-    from_batch: int
-    """How many batches were trained when it began; checkpoints of earlier lines up to there lead to it."""
-    from_path: str
-    """What it began from; empty: from nothing."""
-
-
-@dataclass(frozen=True)
 class Fit:
     """What a watch knows of the fit it belongs to."""
 
@@ -65,13 +53,14 @@ class Fit:
     dirpath: str
     plugin: FaultTolerantCheckpointIO | None
     run_id: Callable[[], str]
+    stop: Callable[[], Request | None]
+    """What ends the fit before its time, if something does."""
     strict: bool
     saves: Saves
     tiers: Tiers
     loaders: TrackedLoaders
     left_out: LeftOut
-    line: Callable[[], Line]
-    """Which checkpoints lead to the state that training is in."""
+    line: Line
     go_back: Callable[[], None]
     """To be called before this fit loads an older checkpoint of its own."""
 

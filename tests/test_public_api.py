@@ -14,7 +14,6 @@ ERRORS = {
     "CorruptCheckpointError",
     "DirectoryInUseError",
     "DivergenceError",
-    "DivergenceGuard",
     "FaultToleranceError",
     "ManifestError",
     "NoUsableCheckpointError",
@@ -27,6 +26,7 @@ ERRORS = {
 }
 DOCUMENTED = ERRORS | {
     "CheckpointInfo",
+    "DivergenceGuard",
     "FSDPStrategy",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",

@@ -22,7 +22,7 @@ from lightning_ft._divergence import (
     step_of_batch,
 )
 from lightning_ft._last_finite import candidates
-from lightning_ft._watch import Line
+from lightning_ft._line import Line
 from lightning_ft.manifest import CheckpointInfo, Manifest
 
 GOOD, HIGH, NOT_FINITE = Badness.GOOD, Badness.HIGH, Badness.NOT_FINITE
