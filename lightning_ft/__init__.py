@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ConfigurationError,
         CorruptCheckpointError,
         DirectoryInUseError,
+        DivergenceError,
         FaultToleranceError,
         ManifestError,
         NoUsableCheckpointError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedFormatError,
     )
+    from lightning_ft.guards.divergence import DivergenceGuard
     from lightning_ft.guards.hang import HangGuard
     from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
@@ -54,6 +56,8 @@ __all__ = [
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "DivergenceError",
+    "DivergenceGuard",
     "FSDPStrategy",
     "FaultToleranceError",
     "FaultTolerantCheckpoint",
@@ -85,6 +89,8 @@ _MODULE_OF = {
     "ConfigurationError": "errors",
     "CorruptCheckpointError": "errors",
     "DirectoryInUseError": "errors",
+    "DivergenceError": "errors",
+    "DivergenceGuard": "guards.divergence",
     "FSDPStrategy": "strategies",
     "FaultToleranceError": "errors",
     "FaultTolerantCheckpoint": "callback",

@@ -8,10 +8,11 @@ from typing import Any
 
 from lightning_ft import _hang, _loops
 from lightning_ft._chronicle import Chronicle
+from lightning_ft._divergence_watch import DivergenceWatch
 from lightning_ft._hang import HangWatch
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
-from lightning_ft.guards import AnyGuard, Guard, HangGuard, PreemptionGuard
+from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
     # Hangs are watched for as long as anything else is at work, so that one is closed last.
     found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
     found += [Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard)]
-    polled = [guard for guard in guards if isinstance(guard, Guard)]
-    if polled:
+    found += [DivergenceWatch(guard, fit) for guard in guards if isinstance(guard, DivergenceGuard)]
+    if polled := [guard for guard in guards if isinstance(guard, Guard)]:
         found.append(_Polled(polled, fit))
     if fit.plugin is not None and fit.ranks.is_zero:
         found.append(Chronicle(fit, fit.plugin, start))

@@ -32,6 +32,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ft import _elastic
@@ -121,6 +122,21 @@ def replaced(target: Any, name: str, value: Any) -> Callable[[], None]:
             own[name] = before
 
     return undo
+
+
+def before_backward(trainer: pl.Trainer, call: Callable[[Tensor], None]) -> Callable[[], None]:
+    """`call` gets every loss before it is differentiated, until the returned function is called.
+
+    As it is: what Lightning's own hook of that kind gets is multiplied by the scale of a `GradScaler`.
+    """
+    strategy = trainer.strategy
+    original = strategy.backward
+
+    def backward(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        call(closure_loss)
+        return original(closure_loss, *args, **kwargs)
+
+    return replaced(strategy, "backward", backward)
 
 
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

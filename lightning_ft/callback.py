@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -27,7 +26,7 @@ from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
-from lightning_ft.guards import AnyGuard, Guard, HangGuard, PreemptionGuard
+from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -106,9 +105,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, (Guard, PreemptionGuard, HangGuard)):
+            if not isinstance(guard, (Guard, PreemptionGuard, DivergenceGuard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
-        for kind in (PreemptionGuard, HangGuard):
+        for kind in (PreemptionGuard, DivergenceGuard, HangGuard):
             if sum(isinstance(guard, kind) for guard in guards) > 1:
                 raise ConfigurationError(f"guards={guards!r}: one {kind.__name__}, with all that it is to do")
         patience = max_restarts_without_progress
@@ -301,7 +300,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         # After an exception other ranks may not be here, and within a step (a signal handler) they are elsewhere: no
         # collective then, and nothing to restart from exactly.
-        if self._session is not None and not trainer.interrupted and not _loops.half_done(trainer):
+        if self._session is None:
+            return
+        if self._session.saves or not (trainer.interrupted or _loops.half_done(trainer)):
             self._session.add_state(checkpoint)
 
     @override
@@ -315,11 +316,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         if self._session is not None:
             self._session.voting.batch_starts()
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._session is not None:
-            self._session.voting.loss_known(loss)
 
     @override
     def on_before_optimizer_step(

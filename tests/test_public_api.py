@@ -13,6 +13,7 @@ ERRORS = {
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "DivergenceError",
     "FaultToleranceError",
     "ManifestError",
     "NoUsableCheckpointError",
@@ -26,6 +27,7 @@ ERRORS = {
 }
 DOCUMENTED = ERRORS | {
     "CheckpointInfo",
+    "DivergenceGuard",
     "FSDPStrategy",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
