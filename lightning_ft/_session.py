@@ -22,6 +22,7 @@ from lightning_ft._ballot import Vote
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
+from lightning_ft._exceptions import Exceptions
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
@@ -125,6 +126,7 @@ class Session:
             sharded = saves_sharded(trainer.strategy)
             plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
             self._undo.append(before_steps(plugin.before_optimizer_step))
+        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id)
 
     def _submitted(self) -> tuple[int, int]:
         return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
@@ -138,10 +140,15 @@ class Session:
         if self._restore is not None:
             self._restore.say_if_nothing_ran()
 
+    def failed(self, error: BaseException) -> None:
+        """The fit ends with `error`. No collective from here on: the other ranks may not have failed."""
+        self._exceptions.deal_with(error)
+        self.watches.failed(error)
+
     def close(self) -> None:
         """The directory is given up, and the trainer is as it was. Local: asks nothing of other ranks.
 
-        Blocks on: the write in flight.
+        Blocks on: the write in flight; after `failed`, for a bounded time.
         """
         try:
             if self._plugin is not None:
@@ -159,6 +166,7 @@ class Session:
         self._undo = []
         if self._restore is not None:
             self._restore.close()
+        self._exceptions.close(leaves=self._stop is not None and self._stop.exit_code is not None)
         self._ranks.close()
         self._tiers.close()
 
@@ -265,7 +273,12 @@ class Session:
         _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
 
     def batch_starts(self) -> None:
-        """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss."""
+        """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss.
+
+        Raises:
+            PeerLostError: Another rank has failed.
+        """
+        self._exceptions.check()
         if self._vote.cast_open:
             # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
             self._vote.read()
@@ -343,6 +356,7 @@ class Session:
     # -- deciding and saving -------------------------------------------------------------------------------------
 
     def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
+        self._exceptions.check()
         votes = self._votes_of_batch(epoch_finished)
         if votes.get("save_failed"):
             self._saves.report_failure("training goes on")

@@ -211,9 +211,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # No collective from here on: the other ranks may not have failed, and would not answer.
         if self._session is not None:
-            self._session.watches.failed(exception)
+            self._session.failed(exception)
         self._close()
 
     def _close(self) -> None:

@@ -16,6 +16,7 @@
         │   └── TopologyError              ... because the number of ranks differs
         ├── DirectoryInUseError        another live process writes into the directory
         └── RankFailure                another rank failed and said so
+            └── PeerLostError              ... or is gone; ends the process with a code of its own (also a SystemExit)
 
 Every class survives pickling with its attributes and notes, because errors travel between ranks.
 """
@@ -24,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+from lightning_ft.exit_codes import PEER_LOST
 
 
 class FaultToleranceError(Exception):
@@ -155,3 +158,13 @@ class RankFailure(FaultToleranceError):
         super().__init__(f"rank {rank} failed: {message}")
         self.rank = rank
         self.message = message
+
+
+class PeerLostError(RankFailure, SystemExit):
+    """Another rank failed or is gone in the middle of a fit; that one has the reason, and its traceback.
+
+    Uncaught, it ends the process with `exit_codes.PEER_LOST`, so that a scheduler can tell the rank that failed from
+    those that lost it. Python prints nothing then: it is in the log before it is raised.
+    """
+
+    code = PEER_LOST

@@ -23,10 +23,10 @@ LAYERS: dict[int, str] = {
     "_writers _same_directory _serialise _staging _lanes _plans _plan _alike _template "
     "_layout _buffers _copies _skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _ballot "
     "_broadcast _tensors _difference _order _deal _kinds _tracked dataloading state guards _shards _places _filling "
-    "_assembling _positions",
+    "_assembling _positions _peers _memory",
     4: "callback _callbacks plugin _session _saves _watch _guarding _tiers _surprises _choose _restore _loops _news "
-    "_metrics _loaders _compare _written_by _recorder _consolidate _loading _merge _takeover _consistent "
-    "_sharded_loading strategies",
+    "_metrics _loaders _compare _written_by _exceptions _launched _recorder _consolidate _loading _merge _takeover "
+    "_consistent _sharded_loading strategies",
     5: "testing cli drill report",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
