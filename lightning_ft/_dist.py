@@ -21,7 +21,11 @@ from lightning_ft.errors import FaultToleranceError, RankFailure
 _T = TypeVar("_T")
 _Q = TypeVar("_Q")
 _A = TypeVar("_A")
+_E = TypeVar("_E", bound=BaseException)
 _log = logging.getLogger(__name__)
+
+WRITERS = "lightning_ft writers"
+"""What describes the process group of the threads that write, which goes on when a rank has failed."""
 
 # Long enough for rank 0 to verify a large checkpoint while the others wait for its decision.
 _TIMEOUT = timedelta(minutes=30)
@@ -120,10 +124,10 @@ class Ranks:
             own = error
         failures = self.all_gather(None if own is None else self._to_send(own))
         if own is not None:
-            raise own
+            raise everywhere(own)
         failed = next((failure for failure in failures if failure is not None), None)
         if failed is not None:
-            raise failed
+            raise everywhere(failed)
         return result  # type: ignore[no-any-return]
 
     def _to_send(self, error: Exception) -> FaultToleranceError:
@@ -186,6 +190,17 @@ class Ranks:
         self._group = None
 
 
+def everywhere(error: _E) -> _E:
+    """`error`, marked as one that every rank raises at the same point: nobody has to be told, or to be torn away."""
+    error._raised_everywhere = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_everywhere(error: BaseException) -> bool:
+    """Whether every rank raises `error`, so that none waits for another."""
+    return getattr(error, "_raised_everywhere", False)
+
+
 def _by_zero_alone() -> Any:
     raise AssertionError("only rank 0 runs a decision")
 
@@ -193,9 +208,9 @@ def _by_zero_alone() -> Any:
 def _answered(message: tuple[str, Any], error: Exception | None) -> Any:
     kind, value = message
     if error is not None:
-        raise error
+        raise everywhere(error)
     if kind == "error":
-        raise value
+        raise everywhere(value)
     return value
 
 

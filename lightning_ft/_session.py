@@ -31,6 +31,7 @@ from lightning_ft._before import Before
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
+from lightning_ft._exceptions import Exceptions
 from lightning_ft._left_out import LeftOut
 from lightning_ft._line import Line, is_superseded
 from lightning_ft._loaders import TrackedLoaders
@@ -157,6 +158,7 @@ class Session:
             if saves_replicated(trainer.strategy, plugin):
                 self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
+        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id)
         if chosen and ranks.is_zero:
             self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
 
@@ -168,7 +170,8 @@ class Session:
             self._plugin.wait_for(path)
 
     def failed(self, error: BaseException) -> None:
-        """The fit ends with `error`. Local: asks nothing of other ranks."""
+        """The fit ends with `error`. No collective from here on: the other ranks may not have failed."""
+        self._exceptions.deal_with(error)
         self._left_out.say_how(error)
         self.watches.failed(error)
         self._error = error
@@ -182,7 +185,7 @@ class Session:
     def close(self) -> None:
         """The directory is given up, and the trainer is as it was. Local: asks nothing of other ranks.
 
-        Blocks on: the write in flight.
+        Blocks on: the write in flight; after `failed`, for a bounded time.
         """
         try:
             if self._plugin is not None:
@@ -201,6 +204,7 @@ class Session:
         if self._restore is not None:
             self._restore.close()
         self.voting.close()
+        self._exceptions.close(leaves=self._stop is not None and self._stop.exit_code is not None)
         self._ranks.close()
         asked_to_end = self._finished and is_no_fault(SystemExit(self._stop.exit_code if self._stop is not None else 0))
         if asked_to_end or (self._error is not None and is_no_fault(self._error)):
@@ -333,6 +337,15 @@ class Session:
         often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
         _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
 
+    def batch_starts(self) -> None:
+        """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss.
+
+        Raises:
+            PeerLostError: Another rank has failed.
+        """
+        self._exceptions.check()
+        self.voting.batch_starts()
+
     def before_optimizer_step(self) -> None:
         """Parameters may change. Blocks on: copies of them under way; with a watch that waits for the loss, all ranks.
 
@@ -444,6 +457,7 @@ class Session:
     # -- deciding and saving -------------------------------------------------------------------------------------
 
     def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
+        self._exceptions.check()
         votes = self.voting.take(afresh=epoch_finished)
         if votes.get("save_failed"):
             self._saves.report_failure("training goes on")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_ft._dist import Ranks
+from lightning_ft._dist import WRITERS, Ranks
 from lightning_ft._layout import has_one_storage
 from lightning_ft._plan import Late
 from lightning_ft._replicated import Replicated
@@ -36,7 +36,7 @@ class WriterGroup:
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
         self._lock = threading.Lock()
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout, group_desc=WRITERS)
 
     @property
     def broken(self) -> bool:

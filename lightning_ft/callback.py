@@ -229,7 +229,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # No collective from here on: the other ranks may not have failed, and would not answer.
         if self._session is not None:
             self._session.failed(exception)
         self._close()
@@ -315,7 +314,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._session is not None:
-            self._session.voting.batch_starts()
+            self._session.batch_starts()
 
     @override
     def on_before_optimizer_step(

@@ -144,6 +144,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """What copies checkpoints from a local directory to that of the run, in this process."""
         return self._writers.uploads
 
+    @property
+    def writers(self) -> Writers:
+        """Both of them."""
+        return self._writers
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_stager": None, "_sharding": None}
 
@@ -430,12 +435,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             _log.warning("%s", failure.error)
 
     def mark_verified(self, path: str, fetched: BinaryIO | None = None) -> None:
-        """`path` was verified in full by this process a moment ago; loading it does not hash it again.
-
-        Args:
-            path: The checkpoint.
-            fetched: The bytes that were compared, if they came from a store; will be closed.
-        """
+        """`path` was verified in full by this process, as `fetched` if it is in a store; it is not hashed again."""
         self._loading.mark_verified(path, fetched)
 
 

@@ -23,11 +23,12 @@ LAYERS: dict[int, str] = {
     "_writers _same_directory _serialise _staging _lanes _plans _plan _alike _template _layout _buffers _copies "
     "_skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _ballot _broadcast _tensors "
     "_difference _order _deal _kinds _tracked dataloading state guards _shards _places _filling _assembling "
-    "_positions _own_state _replicated _ballot_box _roll_call _loader_workers _divergence _late_losses _line",
+    "_positions _own_state _replicated _ballot_box _roll_call _loader_workers _divergence _late_losses _line "
+    "_peers _memory",
     4: "callback _callbacks plugin _session _saves _watch _guarding _chronicle _tiers _surprises _choose _restore "
     "_loops _news _metrics _loaders _compare _written_by _recorder _consolidate _loading _merge _takeover "
     "_consistent _sharded_loading strategies _parallel_writes _before _validation _voting _hang _preemption "
-    "_own_signals _leaving _left_out _emergency _last_finite _rollback _divergence_watch",
+    "_own_signals _leaving _left_out _emergency _last_finite _rollback _divergence_watch _exceptions _launched",
     5: "testing cli drill report",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

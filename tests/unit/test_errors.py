@@ -23,6 +23,7 @@ EXAMPLES = [
     errors.DirectoryInUseError("in use by process 1"),
     errors.RankFailure(3, "OSError: disk full"),
     errors.RankLostError((1, 2), "batch 7: rank 1, rank 2"),
+    errors.PeerLostError(3, "OSError: disk full"),
 ]
 
 
