@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from weakref import proxy
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _loops, _names
+from lightning_ft import _callbacks, _choose, _drilled, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._session import Session, Settings
@@ -102,6 +103,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for guard in guards:
             if not isinstance(guard, Guard):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        _drilled.begin()
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -136,6 +138,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 f"local_every_n_train_steps={every_n_train_steps!r}: needs local_dirpath, a directory to save into"
             )
         return None
+
+    def _redirect(self, elsewhere: Callable[[str], str]) -> None:
+        """Checkpoints go to other directories than the given ones: for a drill, before `setup`."""
+        if self._given_dirpath is not None:
+            self._given_dirpath = self.dirpath = elsewhere(self._given_dirpath)
+        local = self.settings.local
+        if local is not None:
+            self.settings = replace(self.settings, local=replace(local, dirpath=elsewhere(local.dirpath)))
 
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
