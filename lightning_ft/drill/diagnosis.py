@@ -30,16 +30,29 @@ _AFTER_A_RESTART = {
     "epoch": "the counters of the loops were not restored",
     "metrics": "a metric is not restored: it is kept outside of self.log and of torchmetrics in the module",
 }
+# What is behind a difference rather shows in these, in this order, than in the others, which follow from them.
+_BY_CAUSE = (
+    "batch", "epoch", "batch index", "global step", "requires_grad", "output", "random state", "learning rates"
+)  # fmt: skip
 
 
 def first(differences: Sequence[Difference], expected: Sequence[Record]) -> Difference:
     """The earliest of `differences` in the order of the run; of one step the quantity that comes first by cause."""
     order = {key_of(record): number for number, record in enumerate(expected)}
-    causes = ("batch", "epoch", "batch index", "global step", "output", "random state", "learning rates")
+    causes = (
+        "batch",
+        "epoch",
+        "batch index",
+        "global step",
+        "requires_grad",
+        "output",
+        "random state",
+        "learning rates",
+    )
 
     def position(difference: Difference) -> tuple[int, int, int]:
         at = order.get(difference.key, len(order))
-        rank = causes.index(difference.name) if difference.name in causes else len(causes)
+        rank = _BY_CAUSE.index(difference.name) if difference.name in _BY_CAUSE else len(_BY_CAUSE)
         return at, {"missing": 0, "extra": 0, "value": 1}[difference.kind], rank
 
     return min(differences, key=position)
