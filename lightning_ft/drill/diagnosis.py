@@ -39,16 +39,6 @@ _BY_CAUSE = (
 def first(differences: Sequence[Difference], expected: Sequence[Record]) -> Difference:
     """The earliest of `differences` in the order of the run; of one step the quantity that comes first by cause."""
     order = {key_of(record): number for number, record in enumerate(expected)}
-    causes = (
-        "batch",
-        "epoch",
-        "batch index",
-        "global step",
-        "requires_grad",
-        "output",
-        "random state",
-        "learning rates",
-    )
 
     def position(difference: Difference) -> tuple[int, int, int]:
         at = order.get(difference.key, len(order))
