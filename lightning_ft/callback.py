@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from weakref import proxy
@@ -16,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _guarding, _loops, _names
+from lightning_ft import _callbacks, _choose, _drilled, _guarding, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._preemption import stand_aside
@@ -107,6 +108,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for guard in guards:
             if not isinstance(guard, (Guard, PreemptionGuard, DivergenceGuard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+<<<<<<< HEAD
         for kind in (PreemptionGuard, DivergenceGuard, HangGuard):
             if sum(isinstance(guard, kind) for guard in guards) > 1:
                 raise ConfigurationError(f"guards={guards!r}: one {kind.__name__}, with all that it is to do")
@@ -115,6 +117,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             raise ConfigurationError(
                 f"max_restarts_without_progress={patience!r}: a whole number, at least 1, is needed; None: no limit"
             )
+=======
+        _drilled.begin()
+>>>>>>> drill
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -151,6 +156,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 f"local_every_n_train_steps={every_n_train_steps!r}: needs local_dirpath, a directory to save into"
             )
         return None
+
+    def _redirect(self, elsewhere: Callable[[str], str]) -> None:
+        """Checkpoints go to other directories than the given ones: for a drill, before `setup`."""
+        if self._given_dirpath is not None:
+            self._given_dirpath = self.dirpath = elsewhere(self._given_dirpath)
+        local = self.settings.local
+        if local is not None:
+            self.settings = replace(self.settings, local=replace(local, dirpath=elsewhere(local.dirpath)))
 
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
