@@ -108,7 +108,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for guard in guards:
             if not isinstance(guard, (Guard, PreemptionGuard, DivergenceGuard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
-<<<<<<< HEAD
         for kind in (PreemptionGuard, DivergenceGuard, HangGuard):
             if sum(isinstance(guard, kind) for guard in guards) > 1:
                 raise ConfigurationError(f"guards={guards!r}: one {kind.__name__}, with all that it is to do")
@@ -117,9 +116,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             raise ConfigurationError(
                 f"max_restarts_without_progress={patience!r}: a whole number, at least 1, is needed; None: no limit"
             )
-=======
         _drilled.begin()
->>>>>>> drill
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
