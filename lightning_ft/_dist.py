@@ -174,9 +174,10 @@ class Ranks:
         if self._group is not None:
             dist.broadcast(tensor, src=0, group=self._group)
 
-    def vote(self) -> Vote:
-        """A ballot on this group."""
-        return Vote(self._group)
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None if there is one rank alone. Thread: main."""
+        return self._group
 
     def close(self) -> None:
         """The group is gone. Local: asks nothing of other ranks, so it is safe after one of them died."""
@@ -236,43 +237,3 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(data: bytes) -> Any:
     return pickle.loads(data)  # noqa: S301  # of a rank of this run
-
-
-class Vote:
-    """One tiny asynchronous all-reduce per step: cast at the start of a batch, read at its end.
-
-    Each topic is a non-negative integer and the result is the maximum over the ranks, so every rank reads the same
-    and acts at the same step. Nothing waits unless a rank is late.
-    """
-
-    TOPICS = ("save_failed", "repeat", "time_due", "writer_busy", "stop")
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._ballot: torch.Tensor | dict[str, int] | None = None
-        self._work: dist.Work | None = None
-
-    @property
-    def cast_open(self) -> bool:
-        """Whether a ballot was cast and not yet read."""
-        return self._ballot is not None
-
-    def cast(self, **topics: int) -> None:
-        """The ballot of this step is on its way. Ranks: all, once per step. Thread: main. Blocks on: nothing."""
-        assert self._ballot is None, "a ballot is cast once per step and read before the next"
-        if self._group is None:
-            self._ballot = {name: topics.get(name, 0) for name in self.TOPICS}
-            return
-        self._ballot = torch.tensor([topics.get(name, 0) for name in self.TOPICS], dtype=torch.int64, device="cpu")
-        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def read(self) -> dict[str, int]:
-        """The agreed result of the ballot. Ranks: all. Blocks on: the slowest rank having started its step."""
-        ballot, self._ballot = self._ballot, None
-        assert ballot is not None, "read follows cast"
-        if isinstance(ballot, dict):
-            return ballot
-        assert self._work is not None
-        self._work.wait()
-        self._work = None
-        return dict(zip(self.TOPICS, ballot.tolist(), strict=True))

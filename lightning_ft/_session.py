@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,22 +15,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
-from lightning_ft import _callbacks, _loops, _names, _rng, _surprises, events
+from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
+from lightning_ft._ballot import Vote
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
-from lightning_ft._failure import GIVE_UP_AFTER, agreed_failure
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
 from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
-from lightning_ft._plan import Late
 from lightning_ft._restore import Restore, build_state
-from lightning_ft._save_options import SaveOptions
+from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
+from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.guards import Guard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -93,9 +93,7 @@ class Session:
         self._settings = settings
         self._plugin = plugin
         self._ranks = ranks
-        self._tell = told
         self._chosen = chosen
-        self._vote = ranks.vote()
         self._tiers = Tiers(dirpath, settings.retention, settings.local, plugin)
         self._restore: Restore | None = None
         self._undo: list[Callable[[], None]] = []
@@ -106,18 +104,19 @@ class Session:
         self._seed = os.environ.get("PL_GLOBAL_SEED")
         progress = _loops.progress(trainer)  # not zero if the trainer has been fitted before
         self._pending = self._local_pending = Pending(LastSave(progress.step, progress.epochs))
-        self._saved_batch = self._uploaded_batch = -1
-        self._saved_path = ""
-        self._saved_at = time.monotonic()
-        self._saving: tuple[str, str] | None = None
         self._stopped_within_epoch = False
-        self._stopping = False
+        self._stop: Request | None = None
         self._epoch_begun = False
         # One order for all ranks, whatever they were seeded with.
         root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
         self._data_rank = DataRank.among(places, ranks.rank)
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
-        self.news = News(trainer, self._saves)
+        self.news = News(trainer, self._submitted)
+        self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
+        fit = Fit(trainer, ranks, dirpath, plugin, run_id=lambda: self.run_id, stop=lambda: self._stop)
+        self.watches = _guarding.watches(settings.guards, fit, self._start)
+        self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
+        self._votes: dict[str, int] = {}
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
@@ -128,7 +127,7 @@ class Session:
             plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
             self._undo.append(before_steps(plugin.before_optimizer_step))
 
-    def _saves(self) -> tuple[int, int]:
+    def _submitted(self) -> tuple[int, int]:
         return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
 
     def _wait_for(self, path: str) -> None:
@@ -155,6 +154,7 @@ class Session:
         if self._plugin is not None:
             self._plugin.reports_failures = True
             self._plugin.close_sharding()
+        self.watches.close()
         for undo in reversed(self._undo):
             undo()
         self._undo = []
@@ -229,6 +229,7 @@ class Session:
         """Hooks of other callbacks, which may change parameters, come next."""
         if self._plugin is not None:
             self._plugin.step_is_over(self._trainer.global_step)
+        self.watches.batch_over()
 
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
@@ -250,7 +251,8 @@ class Session:
         Raises:
             ConfigurationError: No save of this run could be loaded as `strict` asks for.
         """
-        self._saved_at = time.monotonic()
+        self.watches.open()
+        self._saves.start_clock()
         if self._settings.strict:
             _surprises.check_hyper_parameters(self._trainer)
         if not self._ranks.is_zero:
@@ -264,36 +266,42 @@ class Session:
         _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
 
     def batch_starts(self) -> None:
-        """This rank's vote for the coming step boundary is cast."""
-        plugin = self._plugin
-        stop = bool(self._settings.guards) and self._poll_guards()
-        since = time.monotonic() - self._saved_at
+        """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss."""
         if self._vote.cast_open:
             # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
             self._vote.read()
-        self._vote.cast(
-            save_failed=int(plugin is not None and plugin.failed),
-            writer_busy=int(plugin is not None and plugin.writer.busy),
-            repeat=int(self._must_repeat()),
-            time_due=int(self._ranks.is_zero and time_due(self._settings.trigger, since)),
-            stop=int(stop),
-        )
+        self._votes = {}
+        if not self.watches.wants_loss:
+            self._cast()
 
-    def _must_repeat(self) -> bool:
-        """Ranks: those that take copies know, the others say no."""
-        return self._plugin is not None and self._plugin.take_repeat()
-
-    def _poll_guards(self) -> bool:
-        step = _loops.progress(self._trainer).step
-        verdicts = [v for guard in self._settings.guards if (v := guard.poll(step)) is not None]
-        for verdict in verdicts:
-            _log.warning("rank %d asks to save and stop: %s", self._ranks.rank, verdict.reason)
-        return bool(verdicts)
+    def loss_known(self, loss: Tensor) -> None:
+        """`loss` is about to be differentiated. A vote that waited for it is cast."""
+        self.watches.loss_known(loss)
+        if self.watches.wants_loss:
+            self._hear()  # of the loss before this one, if the batch has several
+            self._cast()
 
     def before_optimizer_step(self) -> None:
-        """Parameters may change. Blocks on: copies of them under way."""
+        """Parameters may change. Blocks on: copies of them under way; with a watch that waits for the loss, all ranks.
+
+        Raises:
+            FaultToleranceError: What a watch raises, on all ranks.
+        """
+        if self.watches.wants_loss:
+            self._hear()
+            self.watches.before_step(self._votes)
         if self._plugin is not None:
             self._plugin.before_optimizer_step()
+
+    def _cast(self) -> None:
+        time_is_due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
+        self._vote.cast(time_due=int(time_is_due), **self._saves.votes(), **self.watches.ballot())
+
+    def _hear(self) -> None:
+        """The ballot that was cast, if one was, is among the votes of the batch."""
+        if self._vote.cast_open:
+            heard = self._vote.read()
+            self._votes = {topic: max(vote, self._votes.get(topic, 0)) for topic, vote in heard.items()}
 
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
@@ -301,32 +309,24 @@ class Session:
         Raises:
             SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
         """
-        self._settle("training goes on to its last save")
+        self._saves.settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
-        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._must_repeat()))
+        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
+        last = last and (self._stop is None or self._stop.save is not None)
         if last and not self._stopped_within_epoch:
             self._save("train_end", "epoch", progress)
-            self._settle("training ends without it")
-        self._tell_of_commits()
+            self._saves.settle("training ends without it")
+        self._saves.tell_of_commits()
         if self._plugin is not None:
             # From here on only other callbacks ask for saves, and nobody else reports their failure.
             self._plugin.reports_failures = True
 
-    def _settle(self, after: str) -> None:
-        """What was submitted is durable, or every rank knows that it is not."""
-        plugin = self._plugin
-        if plugin is None:
-            return
-        plugin.drain()
-        while any(self._ranks.all_gather(plugin.failed)):
-            self._report_failure(after)
-
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
-        reason, boundary = self._saving or ("user", "none")
+        reason, boundary = self._saves.at_hand or ("user", "none")
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
-            boundary=boundary, stopping=self._stopping, seed=self._seed,
+            boundary=boundary, stopping=self._stop is not None, seed=self._seed,
         )  # fmt: skip
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
@@ -344,13 +344,17 @@ class Session:
     # -- deciding and saving -------------------------------------------------------------------------------------
 
     def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
-        votes = self._vote.read() if self._vote.cast_open else {}
+        votes = self._votes_of_batch(epoch_finished)
         if votes.get("save_failed"):
-            self._report_failure("training goes on")
+            self._saves.report_failure("training goes on")
         if votes.get("repeat"):
             self._pending = replace(self._pending, postponed=self._pending.postponed or "repeated")
-        self._tell_of_commits()
-        self._stopping = self._stopping or bool(votes.get("stop"))
+        self._saves.tell_of_commits()
+        for request in self.watches.decide_all(votes, progress):
+            if request.stop:
+                self._stop = self._stop or request
+            elif request.save is not None:
+                self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
         facts = Facts(
             step=progress.step,
             epoch_finished=epoch_finished,
@@ -364,10 +368,12 @@ class Session:
         only_local = None
         if local is not None:
             self._local_pending, only_local = advance(local.trigger, self._local_pending, facts)
-        if self._stopping and not facts.accumulating:
+        if self._stop is not None and not facts.accumulating:
             _loops.stop_now(self._trainer)
             self._stopped_within_epoch = not epoch_finished
-            reason = reason or "stop"  # whatever `save_on_train_end` says: the run is to be continued
+            # Whatever `save_on_train_end` says: the run is to be continued.
+            reason = (reason or self._stop.save) if self._stop.save is not None else None
+            only_local = only_local if self._stop.save is not None else None
         elif ends_here and self._settings.save_on_train_end:
             reason = reason or "train_end"
         elif (reason or only_local) and votes.get("writer_busy") and self._skips_when_busy:
@@ -378,67 +384,16 @@ class Session:
             boundary = "epoch" if epoch_finished else "step"
             self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
 
+    def _votes_of_batch(self, epoch_finished: bool) -> dict[str, int]:
+        if self.watches.wants_loss and not self._votes and not epoch_finished and not self._vote.cast_open:
+            self._cast()  # nothing was differentiated, on this rank at least
+        self._hear()
+        votes, self._votes = self._votes, {}
+        return votes
+
     @property
     def _skips_when_busy(self) -> bool:
         return self._plugin is not None and self._plugin.when_busy == "skip"
 
     def _save(self, reason: str, boundary: str, progress: Progress, *, upload: bool = True) -> None:
-        """The state is copied and on its way to disk; to the local one alone, if there are two and not `upload`."""
-        last = reason in ("stop", "train_end")
-        if progress.batch == self._saved_batch:
-            if upload and self._settings.local is not None and progress.batch != self._uploaded_batch:
-                self._uploaded_batch = progress.batch
-                if self._ranks.is_zero:
-                    self._tiers.upload(self._saved_path, self.run_id)
-            return
-        path = self._tiers.new_path(progress.step)
-        options = None
-        if self._plugin is not None:
-            options = SaveOptions(
-                self._tiers.on_commit(path, self.run_id, upload=upload),
-                # After the last batch of an epoch, or of training, callbacks may change parameters before a step does.
-                late=self._late() if boundary == "step" and not self._stopped_within_epoch else None,
-                replaceable=not last and not (upload and self._settings.local is not None),
-            )
-        self._saving = reason, boundary
-        try:
-            self._trainer.save_checkpoint(path, weights_only=False, storage_options=options)
-        finally:
-            self._saving = None
-        self._saved_batch, self._saved_path = progress.batch, path
-        if upload:
-            self._uploaded_batch = progress.batch
-            self._saved_at = time.monotonic()
-
-    def _late(self) -> Late | None:
-        # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
-        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
-        if self._plugin is None or not copies or not self._plugin.overlaps:
-            return None
-        return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)
-
-    def _report_failure(self, after: str) -> None:
-        """The failed save of a rank is known on all ranks: raised, or logged and lived with."""
-        assert self._plugin is not None
-        failure = agreed_failure(self._ranks, self._plugin)
-        if failure is None:
-            return
-        if failure.newest_save:
-            self._saved_batch = -1  # the state is still to be saved, should training end here
-        if failure.newest_upload:
-            self._uploaded_batch = -1  # or to be uploaded
-        if failure.ends_the_run:
-            raise failure.error
-        if self._ranks.is_zero:
-            _log.warning(
-                "%s (%s; %d in a row, the run stops at %d)", failure.error, after, failure.in_a_row, GIVE_UP_AFTER
-            )
-
-    def _tell_of_commits(self) -> None:
-        """Loggers hear of a checkpoint after it is durable, never before."""
-        durable = self._tiers.take_durable()
-        for committed in durable:
-            self.news.log_metrics(self._tiers.figures(committed))
-        if durable:  # of several the newest: the others may have been rotated away
-            self._tell(max(reversed(durable), key=lambda committed: committed.step).path)
-        self.news.pass_on()
+        self._saves.make(reason, boundary, progress, self.run_id, ends=self._stopped_within_epoch, upload=upload)

@@ -90,6 +90,11 @@ class Tiers:
         dirpath = _names.split(path)[0]
         return dirpath == self.dirpath or (self.local is not None and dirpath == self.local.dirpath)
 
+    @property
+    def two(self) -> bool:
+        """Whether there is a local directory in front of the other."""
+        return self.local is not None
+
     def is_local(self, path: str) -> bool:
         """Whether `path` is in the local directory in front of the other."""
         return self.local is not None and _names.split(path)[0] == self.local.dirpath

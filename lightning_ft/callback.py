@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -211,6 +212,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # No collective from here on: the other ranks may not have failed, and would not answer.
+        if self._session is not None:
+            self._session.watches.failed(exception)
         self._close()
 
     def _close(self) -> None:
@@ -289,6 +292,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._session.batch_starts()
 
     @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if self._session is not None:
+            self._session.loss_known(loss)
+
+    @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
@@ -342,5 +350,17 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         pass  # nor is an epoch
 
     @override
-    def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
-        pass  # nor is the step that was validated
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is not None:
+            self._session.watches.phase("sanity" if trainer.sanity_checking else "validate")
+
+    @override
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.watches.batch_over()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Nothing of the base class: the step that was validated is not over here.
+        if self._session is not None:
+            self._session.watches.phase("train")

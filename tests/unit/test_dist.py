@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ft._dist import Ranks, Vote
+from lightning_ft._ballot import Vote
+from lightning_ft._dist import Ranks
 from lightning_ft.errors import ConfigurationError, FaultToleranceError, NoUsableCheckpointError, RankFailure
 from tests.ranks import Rank, values
 
 WORLD_SIZE = 2
 LIMIT_SECS = 120
 UNSIGNED_AND_SMALL = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+TOPICS = ("save_failed", "time_due", "writer_busy", "stop")
 
 
 def raising(error: Exception) -> Callable[[], Any]:
@@ -62,17 +64,17 @@ def test_alone_a_decision_raises_what_it_raised(error: Exception) -> None:
 
 
 def test_alone_a_ballot_is_read_as_it_was_cast() -> None:
-    vote = Ranks().vote()
+    vote = Vote(Ranks().group, TOPICS)
     assert not vote.cast_open
     for cast in ({}, {"stop": 1}, {"time_due": 3, "save_failed": 2}):
         vote.cast(**cast)
         assert vote.cast_open
-        assert vote.read() == {**dict.fromkeys(Vote.TOPICS, 0), **cast}
+        assert vote.read() == {**dict.fromkeys(TOPICS, 0), **cast}
         assert not vote.cast_open
 
 
 def test_a_ballot_is_cast_once_and_read_once() -> None:
-    vote = Vote(None)
+    vote = Vote(None, TOPICS)
     with pytest.raises(AssertionError, match="read follows cast"):
         vote.read()
     vote.cast()
@@ -81,7 +83,7 @@ def test_a_ballot_is_cast_once_and_read_once() -> None:
 
 
 def test_a_ballot_is_on_the_cpu_whatever_the_default_device() -> None:
-    vote = Vote(None)
+    vote = Vote(None, TOPICS)
     with torch.device("meta"):
         vote.cast(stop=1)
         assert vote.read()["stop"] == 1
@@ -127,7 +129,7 @@ def _use(rank: int) -> dict[str, Any]:
     seen["dtypes-gathered"] = _outcome(lambda: [t.tolist() for of_rank in ranks.gather(tensors) or [] for t in of_rank])
     seen["unsendable-value"] = _outcome(lambda: ranks.decide(_Local))
     seen["after-errors"] = ranks.all_gather(rank)
-    vote = ranks.vote()
+    vote = Vote(ranks.group, TOPICS)
     votes = []
     for cast in ({"stop": rank}, {"save_failed": 1 - rank}, {"time_due": 5 * rank, "writer_busy": 2 - rank}, {}):
         vote.cast(**cast)

@@ -1,0 +1,50 @@
+"""Which watch does the work of which guard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from lightning_ft import _loops
+from lightning_ft._chronicle import Chronicle
+from lightning_ft._watch import Fit, Request, Watch, Watches
+from lightning_ft.guards import Guard
+from lightning_ft.state import Progress
+
+_log = logging.getLogger(__name__)
+
+
+def watches(guards: Sequence[Guard], fit: Fit, start: int) -> Watches:
+    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order.
+
+    Args:
+        guards: What the user asked for.
+        fit: The fit.
+        start: Its ordinal among those into this directory.
+    """
+    found: list[Watch] = []
+    if guards:
+        found.append(_Polled(guards, fit))
+    if fit.plugin is not None and fit.ranks.is_zero:
+        found.append(Chronicle(fit, fit.plugin, start))
+    return Watches(found)
+
+
+class _Polled(Watch):
+    """Guards that are asked before every batch: those of the user's own making."""
+
+    topics = ("polled_stop",)
+
+    def __init__(self, guards: Sequence[Guard], fit: Fit) -> None:
+        self._guards = tuple(guards)
+        self._fit = fit
+
+    def ballot(self) -> dict[str, int]:
+        step = _loops.progress(self._fit.trainer).step
+        verdicts = [v for guard in self._guards if (v := guard.poll(step)) is not None]
+        for verdict in verdicts:
+            _log.warning("rank %d asks to save and stop: %s", self._fit.ranks.rank, verdict.reason)
+        return {"polled_stop": int(bool(verdicts))}
+
+    def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
+        return Request("a guard asks for it") if votes.get("polled_stop") else None

@@ -1,0 +1,143 @@
+"""A guard at work in one fit: what it is told, what it puts into the vote of the ranks, and what it may ask for.
+
+A guard (`lightning_ft.guards`) is a plain value; what it does during a fit is in its watch. One step, as a watch sees
+it::
+
+    batch starts            ballot()                        this rank's knowledge goes into the vote
+    loss is known           loss_known(loss)                before each backward pass
+    before parameters move  before_step(votes)              only with `wants_loss`
+    batch is over           batch_over()                    of training, of validation, of the sanity check
+    step boundary           decide(votes, progress)         all ranks alike: go on, save, or save and stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_ft._dist import Ranks
+from lightning_ft.plugin import FaultTolerantCheckpointIO
+from lightning_ft.state import Progress
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a watch asks for at a boundary. The same on all ranks."""
+
+    reason: str
+    """Why, for the log; one line."""
+    stop: bool = True
+    """Whether the fit ends at this boundary."""
+    save: str | None = "stop"
+    """The reason in the manifest of the save made at this boundary; None: none is made for this request."""
+    exit_code: int | None = None
+    """With `stop`: the code with which the process ends once all is durable and the fit is torn down."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a watch knows of the fit it belongs to."""
+
+    trainer: pl.Trainer
+    ranks: Ranks
+    dirpath: str
+    plugin: FaultTolerantCheckpointIO | None
+    run_id: Callable[[], str]
+    stop: Callable[[], Request | None]
+    """What ends the fit before its time, if something does."""
+
+
+class Watch:
+    """A guard at work. Every method does nothing; a guard's own watch overrides what it needs.
+
+    Thread: main. Ranks: all, at the same points.
+    """
+
+    topics: tuple[str, ...] = ()
+    """What it votes on: names of non-negative integers, of which every rank hears the maximum."""
+    wants_loss = False
+    """Whether its ballot depends on the loss of the batch, and is to be read before parameters change."""
+
+    def open(self) -> None:
+        """Training starts; Lightning's own signal handlers are installed by now."""
+
+    def close(self) -> None:
+        """The fit is over, however it ended. Local: asks nothing of other ranks."""
+
+    def ballot(self) -> dict[str, int]:
+        """This rank's votes of the batch at hand. Blocks on: nothing."""
+        return {}
+
+    def loss_known(self, loss: Tensor) -> None:
+        """`loss`, not yet scaled, is about to be differentiated. Blocks on: nothing."""
+
+    def before_step(self, votes: Mapping[str, int]) -> None:
+        """Parameters are about to change. What is raised here is raised on all ranks."""
+
+    def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
+        """What is to happen at this step boundary, from what all ranks have heard."""
+        return None
+
+    def phase(self, name: str) -> None:
+        """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``."""
+
+    def batch_over(self) -> None:
+        """A batch is over, whatever it was for."""
+
+    def failed(self, error: BaseException) -> None:
+        """The fit ends with `error`. Local: other ranks may not have failed, and would not answer."""
+
+
+class Watches(Watch):
+    """Several watches as one."""
+
+    def __init__(self, watches: Sequence[Watch]) -> None:
+        self._watches = tuple(watches)
+        self.topics = tuple(topic for watch in self._watches for topic in watch.topics)
+        self.wants_loss = any(watch.wants_loss for watch in self._watches)
+
+    def __iter__(self) -> Iterator[Watch]:
+        return iter(self._watches)
+
+    def open(self) -> None:
+        for watch in self._watches:
+            watch.open()
+
+    def close(self) -> None:
+        """Each of them is closed, also if another one raises."""
+        with ExitStack() as stack:
+            for watch in self._watches:
+                stack.callback(watch.close)
+
+    def ballot(self) -> dict[str, int]:
+        return {topic: vote for watch in self._watches for topic, vote in watch.ballot().items()}
+
+    def loss_known(self, loss: Tensor) -> None:
+        for watch in self._watches:
+            watch.loss_known(loss)
+
+    def before_step(self, votes: Mapping[str, int]) -> None:
+        for watch in self._watches:
+            if watch.wants_loss:
+                watch.before_step(votes)
+
+    def decide_all(self, votes: Mapping[str, int], progress: Progress) -> list[Request]:
+        """What each of them asks for, in their order."""
+        asked = [watch.decide(votes, progress) for watch in self._watches]
+        return [request for request in asked if request is not None]
+
+    def phase(self, name: str) -> None:
+        for watch in self._watches:
+            watch.phase(name)
+
+    def batch_over(self) -> None:
+        for watch in self._watches:
+            watch.batch_over()
+
+    def failed(self, error: BaseException) -> None:
+        for watch in self._watches:
+            watch.failed(error)
