@@ -55,6 +55,8 @@ def consolidate(storage: Storage, source: str, target: str, progress: Progress) 
         ImportError: torch or safetensors is needed for this and not there.
     """
     sharded = not storage.is_file(source)
+    if not sharded:
+        storage.refuse_part(source)
     if target.endswith(".safetensors"):
         tensors, facts = (_weights_of_shards if sharded else _weights_of_file)(storage, source, progress)
         _write_safetensors(storage, target, tensors, facts)

@@ -31,7 +31,7 @@ import fsspec
 from lightning_ft._attempt import Attempt
 from lightning_ft._directory import DirectoryAttempt, FileAttempt, mismatch
 from lightning_ft._local_store import LocalStore
-from lightning_ft._names import is_local, join, normalise, parse_leftover, probe_name
+from lightning_ft._names import is_local, join, normalise, parse_leftover, probe_name, split
 from lightning_ft._objects import Entry, ObjectStore
 from lightning_ft._verified_file import digest_of, open_compared, open_verified
 from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
@@ -47,6 +47,7 @@ from lightning_ft.manifest import (
     DIRECTORY_MANIFEST,
     MAX_MANIFEST_BYTES,
     METADATA,
+    REST,
     FileRecord,
     Manifest,
     parse_directory,
@@ -277,6 +278,17 @@ class Storage:
     def is_sharded(self, path: str) -> bool:
         """Whether `path` is a directory with a checkpoint in it, of ours or of plain Lightning."""
         return not self.is_file(path) and any(self.exists(join(path, name)) for name in (DIRECTORY_MANIFEST, METADATA))
+
+    def refuse_part(self, path: str) -> None:
+        """The file `path` is a checkpoint by itself, as far as its name tells.
+
+        Raises:
+            CheckpointError: It is one file of a directory that is one.
+        """
+        directory, name = split(path)
+        is_part = name in (DIRECTORY_MANIFEST, METADATA, REST) or name.endswith(".distcp")
+        if is_part and self.exists(join(directory, METADATA)):
+            raise CheckpointError(f"{path} is one file of a sharded checkpoint: give its directory, {directory}")
 
     def compare(self, path: str, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Every byte of `path` is as `manifest` says; memory: one chunk, of a store a few.

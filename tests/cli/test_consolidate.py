@@ -139,6 +139,14 @@ def test_damaged_shards(ft: Ft, shards: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out.ckpt").exists()
 
 
+@pytest.mark.parametrize("name", ["meta.pt", "__0_0.distcp", ".metadata"])
+def test_one_file_of_a_directory_is_no_checkpoint(ft: Ft, shards: Path, tmp_path: Path, name: str) -> None:
+    answer = ft("consolidate", shards / name, tmp_path / "x.ckpt")
+    assert answer.code == 1
+    assert f"is one file of a sharded checkpoint: give its directory, {shards}" in answer.err
+    assert not (tmp_path / "x.ckpt").exists()
+
+
 @needs_safetensors
 def test_safetensors(ft: Ft, run_dir: Path, shards: Path, tmp_path: Path) -> None:
     from safetensors import safe_open

@@ -211,7 +211,8 @@ def _damaged_and_unfitting(rank: Rank) -> dict[str, str]:
     found["other model"] = _refused(rank, "fsdp.sharded", path, Renamed())
     found["other optimizer"] = _refused(rank, "mp.sharded", path, Net("sgd"))
     found["two optimizers"] = _refused(rank, "mp.sharded", path, Net("two"))
-    found["file"] = _refused(rank, "fsdp.full", str(root / "meta.pt"), Net())
+    for name in ("meta.pt", "__0_0.distcp"):
+        found[name] = _refused(rank, "fsdp.full", str(root / name), Net())
     return found
 
 
@@ -230,7 +231,8 @@ def test_what_is_damaged_or_does_not_fit_changes_nothing_and_is_said_on_all_rank
     assert "1 not in the checkpoint (extra)" in found["other model"]
     assert "2 parameter groups were saved, this run has 1" in found["other optimizer"]
     assert "holds 1 optimizers, this run has 2" in found["two optimizers"]
-    assert "nothing in it can be verified" in found["file"]
+    for name in ("meta.pt", "__0_0.distcp"):
+        assert f"{name} is one file of a sharded checkpoint: give its directory" in found[name]
 
 
 class Odd(Net):
