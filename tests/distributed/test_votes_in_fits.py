@@ -154,11 +154,10 @@ def _validations(rank: Rank) -> dict[str, Any]:
     with mock.patch.object(_validation, "_MOST_BATCHES", 1):
         # Ranks with other numbers of batches, of which nobody asks for anything.
         module, trainer, _ = _fit(rank, Asked(), num_sanity_val_steps=-1, val_check_interval=4)
-        seen["whole"] = (
-            module.losses,
-            module.validated,
-            {k: float(v).hex() for k, v in trainer.callback_metrics.items()},
-        )
+        seen["whole"] = module.losses, module.validated, _metrics(trainer)
+        # Two loaders, of which one rank has more of the one and less of the other; what is logged is reduced after each.
+        module, _, _ = _fit(rank, Asked(), loaders=2, num_sanity_val_steps=0, max_epochs=1)
+        seen["two loaders"] = module.validated
         for by in (0, 1):
             # By rank 1 when rank 0 is through with its validation, which waits for the other one; and by rank 0.
             watch = Asked()
