@@ -155,7 +155,7 @@ def _validations(rank: Rank) -> dict[str, Any]:
         # Ranks with other numbers of batches, of which nobody asks for anything.
         module, trainer, _ = _fit(rank, Asked(), num_sanity_val_steps=-1, val_check_interval=4)
         seen["whole"] = module.losses, module.validated, _metrics(trainer)
-        # Two loaders, of which one rank has more of the one and less of the other; what is logged is reduced after each.
+        # Of two loaders one rank has more of the one and less of the other; what is logged is reduced after each.
         module, _, _ = _fit(rank, Asked(), loaders=2, num_sanity_val_steps=0, max_epochs=1)
         seen["two loaders"] = module.validated
         for by in (0, 1):
