@@ -93,7 +93,7 @@ class Noisy(runs.Line):
 
 
 def _fit(
-    monkeypatch: pytest.MonkeyPatch,
+    patch: pytest.MonkeyPatch,
     dirpath: Path,
     signal: Signal,
     ckpt_path: Any = None,
@@ -103,7 +103,7 @@ def _fit(
     def watches(guards: Sequence[Any], fit: Fit) -> Watches:
         return Watches([signal.watch])
 
-    monkeypatch.setattr(_guarding, "watches", watches)
+    patch.setattr(_guarding, "watches", watches)
     callbacks = kwargs.pop("callbacks", [])
     saver = ft.FaultTolerantCheckpoint(dirpath, every_n_epochs=100, save_on_train_end=False)
     trainer = runs.trainer(signal, *callbacks, saver, **{"max_epochs": 3, **kwargs})
