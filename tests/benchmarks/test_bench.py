@@ -40,7 +40,8 @@ def expected() -> list[str]:
     names += [f"sharded.limits.{limit}" for limit in ("memcpy_secs", "write_secs")]
     names += [f"sharded.{c}.{q}_secs" for c in sharded.CONTENDERS for q in ("first_blocked", "blocked", "durable")]
     names += [f"restart.{way}.secs" for way in ("read", "lightning", "ours")]
-    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in ("none", "ours", "added", "floor_added")]
+    added = ("none", "ours", "added", "guards", "floor_added")
+    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in added]
     return names + [f"memory.{c}.{q}_bytes" for c in CHECKPOINTING for q in ("peak", "kept")]
 
 
