@@ -14,7 +14,8 @@ for that one without an answer, as in the reduction of what was logged.
     epoch-end hooks         as ever
 
 What was heard is acted upon when the validation is over, which is a step boundary. Unless a watch calls it urgent: then
-all ranks leave the validation in the same round, and the state that is saved is the one before it (`_before`).
+all ranks leave the validation in the same round, and the state that is saved is the one before it (`_before`), if all
+of them still have it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Validation:
         self._heard = heard
         self._left = left
         self._runs = False
+        self._stays = False
         self._every = 1
         self._batches = 0
         self._since = 0.0
@@ -100,7 +102,7 @@ class Validation:
         if not self._watches.anywhere:
             return run()
         self._begins()
-        self._runs = True
+        self._runs, self._stays = True, False
         self._every, self._batches, self._since = 1, 0, time.monotonic()
         hook = self._trainer.lightning_module._current_fx_name
         try:
@@ -133,9 +135,7 @@ class Validation:
         spent_us = int(1e6 * (time.monotonic() - self._since))
         batch_us = spent_us // self._batches if place == _BETWEEN_BATCHES else 0
         self._batches, self._since = 0, time.monotonic()
-        own = {
-            "validating": place, "validation_batch_us": batch_us, "validation_needed": int(self._needed()),
-        }  # fmt: skip
+        own = {"validating": place, "validation_batch_us": batch_us}
         self._vote.cast({**own, **self._watches.ballot_between_steps()})
 
     def _read(self) -> int:
@@ -146,6 +146,10 @@ class Validation:
         self._heard({topic: vote for topic, vote in votes.items() if vote and topic not in TOPICS})
         # By the slowest rank, so that all have the same number.
         self._every = max(1, min(_MOST_BATCHES, _ROUND_US // max(1, votes["validation_batch_us"])))
-        if not votes["validation_needed"] and self._watches.urgent(votes):
-            raise _Left
+        if not self._stays and self._watches.urgent(votes):
+            # All ranks have just heard it, and ask each other at once, and only once.
+            self._vote.cast({"validation_needed": int(self._needed())})
+            self._stays = bool(self._vote.read()["validation_needed"])
+            if not self._stays:
+                raise _Left
         return votes["validating"]
