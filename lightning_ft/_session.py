@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 
 from lightning_ft import _callbacks, _guarding, _leaving, _loops, _names, _rng, _surprises, events
-from lightning_ft._ballot import Vote
+from lightning_ft._before import Before
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
@@ -31,6 +30,8 @@ from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
+from lightning_ft._validation import Validation
+from lightning_ft._voting import Voting
 from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
 from lightning_ft.errors import SaveError
@@ -119,13 +120,19 @@ class Session:
             local_dirpath=None if settings.local is None else settings.local.dirpath,
         )  # fmt: skip
         self.watches = _guarding.watches(settings.guards, fit, self._start)
-        self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
-        self._votes: dict[str, int] = {}
+        self.voting = Voting(trainer, ranks, self.watches, (*Saves.TOPICS, "time_due"), self._own_votes)
+        self._before: Before | None = None
+        self.validation = Validation(
+            trainer, self.voting.vote, self.watches, begins=self._validation_begins, needed=self._validation_needed,
+            heard=self.voting.note, left=self._validation_left,
+        )  # fmt: skip
         self._undo += [
-            self.news.install(), self._loaders.install(), _loops.install(trainer, self),
+            self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
             compare_next_load(trainer, ranks),
         ]  # fmt: skip
+        if self.watches.replaces_lightnings_signals:
+            self._undo.append(_loops.leave_out_signal_broadcast(trainer))
         if plugin is not None:
             sharded = saves_sharded(trainer.strategy)
             plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
@@ -164,6 +171,7 @@ class Session:
         self._undo = []
         if self._restore is not None:
             self._restore.close()
+        self.voting.close()
         self._ranks.close()
         self._tiers.close()
 
@@ -225,10 +233,13 @@ class Session:
     def epoch_runs(self) -> None:
         """The first batch is about to be asked for."""
         if self._restore is not None:
-            self._restore.epoch_runs()
+            validation_due = self._restore.epoch_runs()
             self.news.mark_restart()
             self._restore.close()
             self._restore = None
+            if validation_due:
+                _loops.finish_step(self._trainer)
+                return
         self._loaders.note()
 
     def after_batch(self) -> None:
@@ -240,6 +251,9 @@ class Session:
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
+        self._before = None
+        if self._stop is not None and self._stopped_within_epoch:
+            return  # it was decided within the validation
         progress = _loops.progress(self._trainer)
         self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
         self._decide(progress, epoch_finished=False, ends_here=self._stopped_within_epoch)
@@ -277,43 +291,45 @@ class Session:
         often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
         _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
 
-    def batch_starts(self) -> None:
-        """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss."""
-        if self._vote.cast_open:
-            # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
-            self._vote.read()
-        self._votes = {}
-        if not self.watches.wants_loss:
-            self._cast()
-
-    def loss_known(self, loss: Tensor) -> None:
-        """`loss` is about to be differentiated. A vote that waited for it is cast."""
-        self.watches.loss_known(loss)
-        if self.watches.wants_loss:
-            self._hear()  # of the loss before this one, if the batch has several
-            self._cast()
-
     def before_optimizer_step(self) -> None:
         """Parameters may change. Blocks on: copies of them under way; with a watch that waits for the loss, all ranks.
 
         Raises:
             FaultToleranceError: What a watch raises, on all ranks.
         """
-        if self.watches.wants_loss:
-            self._hear()
-            self.watches.before_step(self._votes)
+        self.voting.before_optimizer_step()
         if self._plugin is not None:
             self._plugin.before_optimizer_step()
 
-    def _cast(self) -> None:
-        time_is_due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
-        self._vote.cast(time_due=int(time_is_due), **self._saves.votes(), **self.watches.ballot())
+    def _own_votes(self) -> dict[str, int]:
+        due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
+        return {"time_due": int(due), **self._saves.votes()}
 
-    def _hear(self) -> None:
-        """The ballot that was cast, if one was, is among the votes of the batch."""
-        if self._vote.cast_open:
-            heard = self._vote.read()
-            self._votes = {topic: max(vote, self._votes.get(topic, 0)) for topic, vote in heard.items()}
+    # -- validation: see `_validation` ---------------------------------------------------------------------------
+
+    def _validation_begins(self) -> None:
+        self.voting.end_of_batch()
+        possible = Before.possible(self._trainer) and self._plugin is not None
+        self._before = Before(self._trainer, self._tree, self._loaders) if possible else None
+
+    def _validation_needed(self) -> bool:
+        # The sanity check, which nothing depends on, may be left whenever.
+        return not self._trainer.sanity_checking and (self._before is None or not self._before.holds)
+
+    def _validation_left(self) -> None:
+        """The state before the validation is saved, and the fit ends. Ranks: all."""
+        if self._trainer.sanity_checking:
+            return  # what was heard is decided upon at the first boundary
+        progress = _loops.progress(self._trainer)
+        votes = self.voting.take(afresh=False)
+        for request in self.watches.decide_all(votes, progress):
+            self._heed(request)
+        assert self._stop is not None, "a watch that calls something urgent asks for the end of the fit"
+        self._undo.append(_loops.update_no_more_schedulers(self._trainer))
+        _loops.stop_now(self._trainer)
+        self._stopped_within_epoch = True
+        if self._stop.save is not None:
+            self._save(self._stop.save, "step", progress)
 
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
@@ -327,25 +343,21 @@ class Session:
         except SaveError as error:
             if self._stop is None or self._stop.exit_code is None:
                 raise
-            if self._ranks.is_zero:
-                _log.error("%s; the run ends without it", error)
+            _log.error("%s; the run ends without it", error)
         if self._plugin is not None:
             # From here on only other callbacks ask for saves, and nobody else reports their failure.
             self._plugin.reports_failures = True
         self.watches.phase("end")
         self._ask_now(progress)
-        code = None if self._stop is None else self._stop.code_when(saved=self._saves.has(progress))
-        if code is not None:
+        if self._stop is not None:
+            code = self._stop.code_when(saved=self._saves.has(progress))
             _leaving.leave_after_fit(self._trainer, code, self.watches.leave)
 
     def _ask_now(self, progress: Progress) -> bool:
         """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""
-        if not self.watches.topics:
-            return False
-        self._hear()
-        self._cast()
-        self._hear()
-        votes, self._votes = self._votes, {}
+        if not self.watches.anywhere:
+            return self._stop is not None
+        votes = self.voting.take(afresh=True)
         for request in self.watches.decide_all(votes, progress):
             self._heed(replace(request, save=None) if request.stop else request)
         return self._stop is not None
@@ -353,8 +365,7 @@ class Session:
     def _finish_saves(self, progress: Progress) -> None:
         self._saves.settle("training goes on to its last save")
         last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
-        last = last and (self._stop is None or self._stop.save is not None)
-        if last and not self._stopped_within_epoch:
+        if last and not self._stopped_within_epoch and (self._stop is None or self._stop.save is not None):
             self._save("train_end", "epoch", progress)
             self._saves.settle("training ends without it")
         self._saves.tell_of_commits()
@@ -365,7 +376,10 @@ class Session:
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
             boundary=boundary, stopping=self._stop is not None, seed=self._seed,
+            before=self._before if boundary != "none" else None,
         )  # fmt: skip
+        if self._before is not None and boundary != "none":
+            self._before.put_into(checkpoint)
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
         if boundary == "epoch":
@@ -382,7 +396,7 @@ class Session:
     # -- deciding and saving -------------------------------------------------------------------------------------
 
     def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
-        votes = self._votes_of_batch(epoch_finished)
+        votes = self.voting.take(afresh=epoch_finished)
         if votes.get("save_failed"):
             self._saves.report_failure("training goes on")
         if votes.get("repeat"):
@@ -427,13 +441,6 @@ class Session:
                 _leaving.expect_exits(self._trainer)
         elif not request.stop and request.save is not None:
             self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
-
-    def _votes_of_batch(self, epoch_finished: bool) -> dict[str, int]:
-        if self.watches.wants_loss and not self._votes and not epoch_finished and not self._vote.cast_open:
-            self._cast()  # nothing was differentiated, on this rank at least
-        self._hear()
-        votes, self._votes = self._votes, {}
-        return votes
 
     @property
     def _skips_when_busy(self) -> bool:

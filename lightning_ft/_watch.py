@@ -70,6 +70,10 @@ class Watch:
     """What it votes on: names of non-negative integers, of which every rank hears the maximum."""
     wants_loss = False
     """Whether its ballot depends on the loss of the batch, and is to be read before parameters change."""
+    anywhere = False
+    """Whether its ballot does not depend on the batch, and may be asked for wherever the ranks vote."""
+    replaces_lightnings_signals = False
+    """Whether signals go into its ballots, so that Lightning need not ask all ranks for them before every batch."""
 
     def open(self) -> None:
         """Training starts; Lightning's own signal handlers are installed by now."""
@@ -78,7 +82,11 @@ class Watch:
         """The fit is over, however it ended. Local: asks nothing of other ranks."""
 
     def ballot(self) -> dict[str, int]:
-        """This rank's votes of the batch at hand. Blocks on: nothing."""
+        """This rank's votes of the batch at hand. Blocks on: nothing.
+
+        With `anywhere` it is also asked for within validations and at the ends of epochs, and in the sanity check
+        before `open`.
+        """
         return {}
 
     def loss_known(self, loss: Tensor) -> None:
@@ -90,6 +98,13 @@ class Watch:
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         """What is to happen at this step boundary, from what all ranks have heard."""
         return None
+
+    def urgent(self, votes: Mapping[str, int]) -> bool:
+        """Whether what was heard within a validation is worth leaving it. The same on all ranks.
+
+        Then `decide` is asked at once, and the fit, if it is to stop, ends with the state before the validation.
+        """
+        return False
 
     def phase(self, name: str) -> None:
         """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``, ``"end"``."""
@@ -111,6 +126,8 @@ class Watches(Watch):
         self._watches = tuple(watches)
         self.topics = tuple(topic for watch in self._watches for topic in watch.topics)
         self.wants_loss = any(watch.wants_loss for watch in self._watches)
+        self.anywhere = any(watch.anywhere for watch in self._watches)
+        self.replaces_lightnings_signals = any(watch.replaces_lightnings_signals for watch in self._watches)
 
     def __iter__(self) -> Iterator[Watch]:
         return iter(self._watches)
@@ -128,6 +145,11 @@ class Watches(Watch):
     def ballot(self) -> dict[str, int]:
         return {topic: vote for watch in self._watches for topic, vote in watch.ballot().items()}
 
+    def ballot_between_steps(self) -> dict[str, int]:
+        """The ballot between steps."""
+        asked = (watch for watch in self._watches if watch.anywhere)
+        return {topic: vote for watch in asked for topic, vote in watch.ballot().items()}
+
     def loss_known(self, loss: Tensor) -> None:
         for watch in self._watches:
             watch.loss_known(loss)
@@ -141,6 +163,9 @@ class Watches(Watch):
         """What each of them asks for, in their order."""
         asked = [watch.decide(votes, progress) for watch in self._watches]
         return [request for request in asked if request is not None]
+
+    def urgent(self, votes: Mapping[str, int]) -> bool:
+        return any([watch.urgent(votes) for watch in self._watches])
 
     def phase(self, name: str) -> None:
         for watch in self._watches:

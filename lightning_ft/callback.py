@@ -294,12 +294,12 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._session is not None:
-            self._session.batch_starts()
+            self._session.voting.batch_starts()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._session is not None:
-            self._session.loss_known(loss)
+            self._session.voting.loss_known(loss)
 
     @override
     def on_before_optimizer_step(
@@ -363,6 +363,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.watches.batch_over()
+            self._session.validation.batch_over()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -16,6 +16,7 @@
         │   └── TopologyError              ... because the number of ranks differs
         ├── DirectoryInUseError        another live process writes into the directory
         └── RankFailure                another rank failed and said so
+            └── RankLostError              ... or is late beyond its time, or gone without a word
 
 Every class survives pickling with its attributes and notes, because errors travel between ranks.
 """
@@ -154,4 +155,19 @@ class RankFailure(FaultToleranceError):
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} failed: {message}")
         self.rank = rank
+        self.message = message
+
+
+class RankLostError(RankFailure):
+    """A rank did not come where all ranks meet at every step; raised on those that did.
+
+    Attributes:
+        ranks: The ranks that are late or gone; empty if that cannot be told.
+        rank: The first of them; -1 if there is none.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], message: str) -> None:
+        FaultToleranceError.__init__(self, message)
+        self.ranks = ranks
+        self.rank = ranks[0] if ranks else -1
         self.message = message

@@ -17,6 +17,7 @@ ERRORS = {
     "ManifestError",
     "NoUsableCheckpointError",
     "RankFailure",
+    "RankLostError",
     "RestoreError",
     "SaveError",
     "StorageError",

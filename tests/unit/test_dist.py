@@ -63,28 +63,28 @@ def test_alone_a_decision_raises_what_it_raised(error: Exception) -> None:
 
 
 def test_alone_a_ballot_is_read_as_it_was_cast() -> None:
-    vote = Vote(Ranks().group, TOPICS)
+    vote = Vote(Ranks(), TOPICS)
     assert not vote.cast_open
     for cast in ({}, {"stop": 1}, {"time_due": 3, "save_failed": 2}):
-        vote.cast(**cast)
+        vote.cast(cast)
         assert vote.cast_open
         assert vote.read() == {**dict.fromkeys(TOPICS, 0), **cast}
         assert not vote.cast_open
 
 
 def test_a_ballot_is_cast_once_and_read_once() -> None:
-    vote = Vote(None, TOPICS)
+    vote = Vote(Ranks(), TOPICS)
     with pytest.raises(AssertionError, match="read follows cast"):
         vote.read()
-    vote.cast()
+    vote.cast({})
     with pytest.raises(AssertionError, match="once per step"):
-        vote.cast()
+        vote.cast({})
 
 
 def test_a_ballot_is_on_the_cpu_whatever_the_default_device() -> None:
-    vote = Vote(None, TOPICS)
+    vote = Vote(Ranks(), TOPICS)
     with torch.device("meta"):
-        vote.cast(stop=1)
+        vote.cast({"stop": 1})
         assert vote.read()["stop"] == 1
 
 
@@ -124,12 +124,13 @@ def _use(rank: int) -> dict[str, Any]:
         seen[name] = _outcome(functools.partial(ranks.decide, raising(error)))
     seen["unsendable-value"] = _outcome(lambda: ranks.decide(_Local))
     seen["after-errors"] = ranks.all_gather(rank)
-    vote = Vote(ranks.group, TOPICS)
+    vote = Vote(ranks, TOPICS)
     votes = []
     for cast in ({"stop": rank}, {"save_failed": 1 - rank}, {"time_due": 5 * rank, "writer_busy": 2 - rank}, {}):
-        vote.cast(**cast)
+        vote.cast(cast)
         votes.append({k: v for k, v in vote.read().items() if v})
     seen["votes"] = votes
+    vote.close()
     # Rank 0 goes, and the other can still do so; the group of the training is not touched.
     ranks.close()
     ranks.close()

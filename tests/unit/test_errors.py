@@ -22,6 +22,7 @@ EXAMPLES = [
     errors.TopologyError("4 ranks saved, 2 here", 4, 2),
     errors.DirectoryInUseError("in use by process 1"),
     errors.RankFailure(3, "OSError: disk full"),
+    errors.RankLostError((1, 2), "batch 7: rank 1, rank 2"),
 ]
 
 
