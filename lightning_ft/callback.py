@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _loops, _names
+from lightning_ft import _callbacks, _choose, _leaving, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._preemption import stand_aside
@@ -216,6 +216,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        _leaving.leave_with_spawned(exception)
         # No collective from here on: the other ranks may not have failed, and would not answer.
         if self._session is not None:
             self._session.watches.failed(exception)
