@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedFormatError,
     )
+    from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -60,6 +61,7 @@ __all__ = [
     "ManifestError",
     "ModelParallelStrategy",
     "NoUsableCheckpointError",
+    "PreemptionGuard",
     "RankFailure",
     "RankLostError",
     "RestoreError",
@@ -89,6 +91,7 @@ _MODULE_OF = {
     "ManifestError": "errors",
     "ModelParallelStrategy": "strategies",
     "NoUsableCheckpointError": "errors",
+    "PreemptionGuard": "guards.preemption",
     "RankFailure": "errors",
     "RankLostError": "errors",
     "RestoreError": "errors",

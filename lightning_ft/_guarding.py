@@ -6,16 +6,30 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from lightning_ft import _loops
+from lightning_ft._chronicle import Chronicle
+from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
-from lightning_ft.guards import Guard
+from lightning_ft.guards import AnyGuard, Guard, PreemptionGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
 
 
-def watches(guards: Sequence[Guard], fit: Fit) -> Watches:
-    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
-    return Watches([_Polled(guards, fit)] if guards else [])
+def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
+    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order.
+
+    Args:
+        guards: What the user asked for.
+        fit: The fit.
+        start: Its ordinal among those into this directory.
+    """
+    found: list[Watch] = [Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard)]
+    polled = [guard for guard in guards if isinstance(guard, Guard)]
+    if polled:
+        found.append(_Polled(polled, fit))
+    if fit.plugin is not None and fit.ranks.is_zero:
+        found.append(Chronicle(fit, fit.plugin, start))
+    return Watches(found)
 
 
 class _Polled(Watch):

@@ -14,6 +14,7 @@ before_epoch       before ``fit_loop.on_advance_start``   everything is restored
 epoch_runs         after ``epoch_loop.on_run_start``      the first batch is about to be asked for
 after_batch        after ``*_optimization.run``            forward, backward and optimizer step are over
 after_step         after ``epoch_loop.on_advance_end``    the step, its hooks and its validation are over
+leaves_epoch       before ``fit_loop.on_advance_end``      no further batch of the epoch is trained
 after_epoch        after ``fit_loop.on_advance_end``      the epoch, its hooks and its schedulers are over
 =================  =====================================  ==================================================
 """
@@ -49,6 +50,7 @@ class Hooks(Protocol):
     def epoch_runs(self) -> None: ...
     def after_batch(self) -> None: ...
     def after_step(self) -> None: ...
+    def leaves_epoch(self) -> bool: ...
     def after_epoch(self) -> None: ...
 
 
@@ -70,6 +72,7 @@ def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
         around(epoch_loop, "on_advance_end", after=hooks.after_step),
         around(fit_loop, "on_advance_end", before=hooks.after_batch),  # of an epoch that a batch not trained has ended
         around(fit_loop, "on_advance_end", before=partial(_uncount_end_of_data, trainer), after=hooks.after_epoch),
+        around(fit_loop, "on_advance_end", before=partial(_leave_epoch, hooks)),
     ]
 
     def remove() -> None:
@@ -193,6 +196,12 @@ def stop_now(trainer: pl.Trainer) -> None:
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = 0
     trainer.fit_loop.epoch_loop.min_steps = None
+
+
+def _leave_epoch(hooks: Hooks) -> None:
+    """If they say so, training ends without the end of its epoch: hooks, metrics and schedulers of that."""
+    if hooks.leaves_epoch():
+        raise StopIteration  # what the loop itself takes for the end of training
 
 
 def end_validation(trainer: pl.Trainer) -> None:

@@ -18,6 +18,8 @@ FORMAT_VERSION = 1
 LOCK_NAME = ".lightning_ft.lock"
 ORIGIN_NAME = ".lightning_ft.dirpath"
 PROBE_PREFIX = ".lightning_ft.probe."
+SAVE_NOW = "SAVE_NOW"
+"""Made by the user, to ask for a save."""
 SUFFIX = ".ckpt"
 
 _CHECKPOINT = re.compile(r"step=([0-9]{8,})(?:-v([1-9][0-9]*))?\.ckpt")

@@ -65,6 +65,10 @@ class Saves:
         """How long ago the last save was made that `train_time_interval` counts from."""
         return time.monotonic() - self._saved_at
 
+    def has(self, progress: Progress) -> bool:
+        """Whether a save of this state was made, and has not failed as far as the ranks have heard."""
+        return progress.batch == self._saved_batch
+
     def start_clock(self) -> None:
         """Training begins, as far as `train_time_interval` is concerned."""
         self._saved_at = time.monotonic()

@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
+from lightning_ft import _callbacks, _guarding, _leaving, _loops, _names, _rng, _surprises, events
 from lightning_ft._before import Before
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
@@ -34,7 +34,8 @@ from lightning_ft._validation import Validation
 from lightning_ft._voting import Voting
 from lightning_ft._watch import Fit, Request
 from lightning_ft._written_by import saves_sharded
-from lightning_ft.guards import Guard
+from lightning_ft.errors import SaveError
+from lightning_ft.guards import AnyGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
@@ -51,7 +52,7 @@ class Settings:
     retention: Retention
     local: LocalTier | None
     save_on_train_end: bool
-    guards: tuple[Guard, ...]
+    guards: tuple[AnyGuard, ...]
     seed_workers: bool
     strict: bool
 
@@ -114,7 +115,11 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self.watches = _guarding.watches(settings.guards, Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id))
+        fit = Fit(
+            trainer, ranks, dirpath, plugin, run_id=lambda: self.run_id, stop=lambda: self._stop,
+            local_dirpath=None if settings.local is None else settings.local.dirpath,
+        )  # fmt: skip
+        self.watches = _guarding.watches(settings.guards, fit, self._start)
         self.voting = Voting(trainer, ranks, self.watches, (*Saves.TOPICS, "time_due"), self._own_votes)
         self._before: Before | None = None
         self.validation = Validation(
@@ -142,7 +147,7 @@ class Session:
 
     def finish(self) -> None:
         """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
-        if self._restore is not None:
+        if self._restore is not None and self._stop is None:
             self._restore.say_if_nothing_ran()
 
     def close(self) -> None:
@@ -174,6 +179,8 @@ class Session:
 
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
+        if _surprises.is_of_lightnings_requeue(path):
+            _surprises.refuse_older(path, self._dirpath, self._ranks.decide(lambda: len(self._tiers.infos())))
         self._restore = Restore(
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
@@ -251,6 +258,10 @@ class Session:
         self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
         self._decide(progress, epoch_finished=False, ends_here=self._stopped_within_epoch)
 
+    def leaves_epoch(self) -> bool:
+        """Whether the process is about to end within the epoch: its end belongs to the restart, and may take long."""
+        return self._stopped_within_epoch and self._stop is not None and self._stop.exit_code is not None
+
     def after_epoch(self) -> None:
         """An epoch boundary, unless training was stopped within the epoch: then its last step was one."""
         if not self._stopped_within_epoch:
@@ -265,6 +276,8 @@ class Session:
             ConfigurationError: No save of this run could be loaded as `strict` asks for.
         """
         self.watches.open()
+        if self._ask_now(_loops.progress(self._trainer)):
+            _loops.stop_now(self._trainer)
         self._saves.start_clock()
         if self._settings.strict:
             _surprises.check_hyper_parameters(self._trainer)
@@ -289,8 +302,8 @@ class Session:
             self._plugin.before_optimizer_step()
 
     def _own_votes(self) -> dict[str, int]:
-        time_is_due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
-        return {"time_due": int(time_is_due), **self._saves.votes()}
+        due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
+        return {"time_due": int(due), **self._saves.votes()}
 
     # -- validation: see `_validation` ---------------------------------------------------------------------------
 
@@ -309,7 +322,8 @@ class Session:
             return  # what was heard is decided upon at the first boundary
         progress = _loops.progress(self._trainer)
         votes = self.voting.take(afresh=False)
-        self._stop = next((r for r in self.watches.decide_all(votes, progress) if r.stop), None)
+        for request in self.watches.decide_all(votes, progress):
+            self._heed(request)
         assert self._stop is not None, "a watch that calls something urgent asks for the end of the fit"
         self._undo.append(_loops.update_no_more_schedulers(self._trainer))
         _loops.stop_now(self._trainer)
@@ -323,17 +337,38 @@ class Session:
         Raises:
             SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
         """
-        self._saves.settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
-        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
-        last = last and (self._stop is None or self._stop.save is not None)
-        if last and not self._stopped_within_epoch:
-            self._save("train_end", "epoch", progress)
-            self._saves.settle("training ends without it")
-        self._saves.tell_of_commits()
+        try:
+            self._finish_saves(progress)
+        except SaveError as error:
+            if self._stop is None or self._stop.exit_code is None:
+                raise
+            _log.error("%s; the run ends without it", error)
         if self._plugin is not None:
             # From here on only other callbacks ask for saves, and nobody else reports their failure.
             self._plugin.reports_failures = True
+        self.watches.phase("end")
+        self._ask_now(progress)
+        if self._stop is not None:
+            code = self._stop.code_when(saved=self._saves.has(progress))
+            _leaving.leave_after_fit(self._trainer, code, self.watches.leave)
+
+    def _ask_now(self, progress: Progress) -> bool:
+        """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""
+        if not self.watches.anywhere:
+            return self._stop is not None
+        votes = self.voting.take(afresh=True)
+        for request in self.watches.decide_all(votes, progress):
+            self._heed(replace(request, save=None) if request.stop else request)
+        return self._stop is not None
+
+    def _finish_saves(self, progress: Progress) -> None:
+        self._saves.settle("training goes on to its last save")
+        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
+        if last and not self._stopped_within_epoch and (self._stop is None or self._stop.save is not None):
+            self._save("train_end", "epoch", progress)
+            self._saves.settle("training ends without it")
+        self._saves.tell_of_commits()
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
@@ -368,10 +403,7 @@ class Session:
             self._pending = replace(self._pending, postponed=self._pending.postponed or "repeated")
         self._saves.tell_of_commits()
         for request in self.watches.decide_all(votes, progress):
-            if request.stop:
-                self._stop = self._stop or request
-            elif request.save is not None:
-                self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
+            self._heed(request)
         facts = Facts(
             step=progress.step,
             epoch_finished=epoch_finished,
@@ -400,6 +432,15 @@ class Session:
         if reason or only_local:
             boundary = "epoch" if epoch_finished else "step"
             self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
+
+    def _heed(self, request: Request) -> None:
+        """The fit ends or a save is made: at this boundary, or where the accumulation ends."""
+        if request.stop and self._stop is None:
+            self._stop = request
+            if request.exit_code is not None:
+                _leaving.expect_exits(self._trainer)
+        elif not request.stop and request.save is not None:
+            self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
 
     @property
     def _skips_when_busy(self) -> bool:

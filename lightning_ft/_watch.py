@@ -36,6 +36,14 @@ class Request:
     """The reason in the manifest of the save made at this boundary; None: none is made for this request."""
     exit_code: int | None = None
     """With `stop`: the code with which the process ends once all is durable and the fit is torn down."""
+    unsaved_code: int | None = None
+    """The same, if the save that was to be made has failed; None: `exit_code` all the same."""
+
+    def code_when(self, *, saved: bool) -> int | None:
+        """The code with which the process ends; None: it does not."""
+        if self.save is not None and not saved and self.unsaved_code is not None:
+            return self.unsaved_code
+        return self.exit_code
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class Fit:
     dirpath: str
     plugin: FaultTolerantCheckpointIO | None
     run_id: Callable[[], str]
+    stop: Callable[[], Request | None]
+    """What ends the fit before its time, if something does."""
+    local_dirpath: str | None = None
 
 
 class Watch:
@@ -96,13 +107,16 @@ class Watch:
         return False
 
     def phase(self, name: str) -> None:
-        """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``."""
+        """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``, ``"end"``."""
 
     def batch_over(self) -> None:
         """A batch is over, whatever it was for."""
 
     def failed(self, error: BaseException) -> None:
         """The fit ends with `error`. Local: other ranks may not have failed, and would not answer."""
+
+    def leave(self, exit_code: int) -> None:
+        """The fit was ended by a request and is torn down; the process ends with `exit_code` when this returns."""
 
 
 class Watches(Watch):
@@ -164,3 +178,7 @@ class Watches(Watch):
     def failed(self, error: BaseException) -> None:
         for watch in self._watches:
             watch.failed(error)
+
+    def leave(self, exit_code: int) -> None:
+        for watch in self._watches:
+            watch.leave(exit_code)

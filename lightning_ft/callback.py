@@ -17,16 +17,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _loops, _names
+from lightning_ft import _callbacks, _choose, _leaving, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
+from lightning_ft._preemption import stand_aside
 from lightning_ft._session import Session, Settings
 from lightning_ft._shared_verification import SharedVerification
 from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
-from lightning_ft.guards import Guard
+from lightning_ft.guards import AnyGuard, Guard, PreemptionGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -87,7 +88,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_every_n_train_steps: int | None = None,
         local_keep_last: int = 2,
         save_on_train_end: bool = True,
-        guards: Sequence[Guard] = (),
+        guards: Sequence[AnyGuard] = (),
         seed_workers: bool = True,
         strict: bool = True,
     ) -> None:
@@ -100,8 +101,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, Guard):
+            if not isinstance(guard, (Guard, PreemptionGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        if sum(isinstance(guard, PreemptionGuard) for guard in guards) > 1:
+            raise ConfigurationError(f"guards={guards!r}: one PreemptionGuard, with all signals")
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -120,6 +123,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._chosen = ""
         self._forget_choice: Callable[[], None] | None = None
         self._forget_names: Callable[[], None] | None = None
+        self._stands_aside: Callable[[], None] | None = None
 
     @staticmethod
     def _local_tier(
@@ -145,6 +149,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         plugin = self._install_plugin(trainer)
         self._forget_names = _callbacks.find_wrapped_weights(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._stands_aside = stand_aside(self.settings.guards, trainer)
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
@@ -211,6 +216,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        _leaving.leave_with_spawned(exception)
         # No collective from here on: the other ranks may not have failed, and would not answer.
         if self._session is not None:
             self._session.watches.failed(exception)
@@ -222,10 +228,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._session.close()
         elif self._ranks is not None:
             self._ranks.close()
-        for forget in (self._forget_choice, self._forget_names):
+        for forget in (self._forget_choice, self._forget_names, self._stands_aside):
             if forget is not None:
                 forget()
-        self._session = self._ranks = self._forget_choice = self._forget_names = None
+        self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
         self._chosen = ""
 
     # -- ckpt_path="last" ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ DOCUMENTED = ERRORS | {
     "FaultTolerantCheckpointIO",
     "Manifest",
     "ModelParallelStrategy",
+    "PreemptionGuard",
     "__version__",
     "events",
     "last_good",

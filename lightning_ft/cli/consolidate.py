@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from lightning_ft._consolidate import SUFFIXES, consolidate
+from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
-from lightning_ft.cli.output import Output, progress_bar, size
+from lightning_ft.cli.output import Output, progress_bar
 from lightning_ft.storage import Storage
 
 

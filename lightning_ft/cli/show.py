@@ -9,10 +9,11 @@ import typer
 
 from lightning_ft._contents import Contents, read_contents
 from lightning_ft._descriptions import Name, Placeholder, StorageDescription, TensorDescription, dotted
+from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
-from lightning_ft.cli.output import Output, count, size
+from lightning_ft.cli.output import Output, count
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 

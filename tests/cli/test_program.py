@@ -31,7 +31,7 @@ from tests.trainer import runs
 
 Ft = Callable[..., Answer]
 HERE = Path(__file__).parent
-COMMANDS = ("list", "verify", "show", "diff", "prune", "consolidate")
+COMMANDS = ("list", "verify", "show", "diff", "prune", "consolidate", "report")
 
 
 def python(code: str, *args: Any) -> subprocess.CompletedProcess[str]:
