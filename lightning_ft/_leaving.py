@@ -17,21 +17,23 @@ import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_ft import _loops
-from lightning_ft.exit_codes import INTERRUPTED, PREEMPTED
+from lightning_ft.exit_codes import INTERRUPTED, PREEMPTED, PREEMPTED_UNSAVED
 
 _log = logging.getLogger(__name__)
 
 _CHILDREN_WITHIN_SECS = 60.0
+_OURS = (PREEMPTED, PREEMPTED_UNSAVED, INTERRUPTED)
 
 
 class _Left(SystemExit):
     """The fit is over and torn down, and the process ends."""
 
 
-def leave_after_fit(trainer: pl.Trainer, code: int, last: Callable[[int], None]) -> None:
-    """`trainer.fit`, which has ended its training, does not return: the process ends with `code`.
+def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int], None]) -> None:
+    """`trainer.fit`, which has ended its training, does not return: the process ends with `code`, if that is one.
 
     Unless it still fails: then that error goes its way.
 
@@ -40,6 +42,8 @@ def leave_after_fit(trainer: pl.Trainer, code: int, last: Callable[[int], None])
         code: The exit code.
         last: Called with the code when everything is torn down, on all ranks.
     """
+    if code is None:
+        return
     undo: list[Callable[[], None]] = []
 
     def forget() -> None:
@@ -73,6 +77,12 @@ def leave_after_fit(trainer: pl.Trainer, code: int, last: Callable[[int], None])
     ]
 
 
+def leave_with_spawned(exception: BaseException) -> None:
+    """If the ranks that this process has spawned have left with a code of ours, so does it."""
+    if isinstance(exception, ProcessExitedException) and exception.exit_code in _OURS:
+        raise _Left(exception.exit_code) from None
+
+
 def expect_exits(trainer: pl.Trainer) -> None:
     """Lightning's watch over the processes that it started takes our exit codes for what they are: a good end.
 
@@ -101,7 +111,7 @@ class _Expected:
     @property
     def returncode(self) -> int | None:
         code = self._process.returncode
-        return 0 if code in (PREEMPTED, INTERRUPTED) else code
+        return 0 if code in _OURS else code
 
     def poll(self) -> int | None:
         return self._process.poll()

@@ -4,39 +4,38 @@ Schedulers and launchers signal whole groups of processes (torchrun, SLURM, the 
 dies of it takes the training along before it has saved: PyTorch raises for a dead worker, in the middle of a step. So
 what stops the training does nothing in its workers, which end when their parent tells them to, or is gone.
 
-SIGTERM is the one that the parent itself uses, for a worker that does not end. Who sent it is told by `sigwaitinfo`
-alone, so a thread of the worker waits for it there.
+SIGTERM is also what the parent itself sends to a worker that does not end as it is told; SIGKILL takes its place there.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
+import multiprocessing
 import signal
 import sys
-import threading
 from collections.abc import Callable, Collection
-from types import ModuleType
+from functools import partial
 from typing import Any
 
-from torch.utils.data._utils import worker as _torch_worker
+from torch.utils.data import _utils
 
-_ENVIRONMENT = "_LIGHTNING_FT_WORKERS_OUTLIVE"  # for workers that are spawned, and have nothing else of their parent
 _TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"
+_TORCHDATA_WORKER = "torchdata.stateful_dataloader.worker"
 
+_torch_worker: Any = _utils.worker
+_handling: Any = _utils.signal_handling  # asked for these functions whenever they are called
 _of_torch: Callable[..., None] = _torch_worker._worker_loop
-_of_torchdata: Callable[..., None] | None = None
 
 
 def shield(numbers: Collection[int]) -> Callable[[], None]:
-    """Workers that start from now on outlive these signals, until the returned function is called."""
-    global _of_torchdata
-    undo = [_replaced(_torch_worker, _torch_worker_loop), _in_environment(numbers)]
+    """Workers that start from now on outlive these signals, and Ctrl-C, until the returned function is called."""
+    undo = [
+        _replaced(_torch_worker, "_worker_loop", partial(_torch_worker_loop, tuple(numbers))),
+        _replaced(_handling, "_set_worker_pids", partial(_workers_started, _handling._set_worker_pids)),
+    ]
     torchdata = sys.modules.get(_TORCHDATA)
     if torchdata is not None:
-        if torchdata._worker_loop is not _torchdata_worker_loop:
-            _of_torchdata = torchdata._worker_loop
-        undo.append(_replaced(torchdata, _torchdata_worker_loop))
+        undo.append(_replaced(torchdata, "_worker_loop", partial(_torchdata_worker_loop, tuple(numbers))))
 
     def stop() -> None:
         for step in reversed(undo):
@@ -45,71 +44,52 @@ def shield(numbers: Collection[int]) -> Callable[[], None]:
     return stop
 
 
-def _replaced(module: ModuleType, loop: Callable[..., None]) -> Callable[[], None]:
-    before = module._worker_loop
-    module._worker_loop = loop  # type: ignore[attr-defined]
-
-    def undo() -> None:
-        module._worker_loop = before  # type: ignore[attr-defined]
-
-    return undo
+def _replaced(module: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return partial(setattr, module, name, before)
 
 
-def _in_environment(numbers: Collection[int]) -> Callable[[], None]:
-    before = os.environ.get(_ENVIRONMENT)
-    os.environ[_ENVIRONMENT] = " ".join(map(str, sorted(numbers)))
-
-    def undo() -> None:
-        if before is None:
-            os.environ.pop(_ENVIRONMENT, None)
-        else:
-            os.environ[_ENVIRONMENT] = before
-
-    return undo
+def _workers_started(go_on: Callable[[int, tuple[int, ...]], None], loader: int, pids: tuple[int, ...]) -> None:
+    """Thread: the one that makes the iterator, in the parent."""
+    go_on(loader, pids)
+    for process in multiprocessing.active_children():
+        started: Any = getattr(process, "_popen", None)
+        if process.pid in pids and started is not None:
+            started.terminate = started.kill
 
 
-def _torch_worker_loop(*args: Any) -> None:
-    _outlive()
+# -- in the worker -------------------------------------------------------------------------------------------------
+
+
+def _torch_worker_loop(numbers: tuple[int, ...], *args: Any) -> None:
+    _outlive(numbers)
     _of_torch(*args)
 
 
-def _torchdata_worker_loop(*args: Any) -> None:
-    _outlive()
-    if _of_torchdata is not None:
-        _of_torchdata(*args)
-    else:  # spawned: this process has replaced nothing
-        importlib.import_module("torchdata.stateful_dataloader.worker")._worker_loop(*args)
+def _torchdata_worker_loop(numbers: tuple[int, ...], *args: Any) -> None:
+    _outlive(numbers)
+    importlib.import_module(_TORCHDATA_WORKER)._worker_loop(*args)
 
 
-def _outlive() -> None:
-    for number in map(int, os.environ.get(_ENVIRONMENT, "").split()):
-        if number == signal.SIGTERM:
-            _only_from_parent()
-        else:
-            # Not SIG_IGN: programs that a dataset starts would inherit that.
-            signal.signal(number, _nothing)
-    signal.signal(signal.SIGINT, _nothing)
+def _outlive(numbers: tuple[int, ...]) -> None:
+    def set_handlers() -> None:
+        theirs()
+        _ignore(numbers)
+
+    _ignore({*numbers, signal.SIGINT})
+    # The loop's first act, which takes SIGTERM back.
+    theirs = _handling._set_worker_signal_handlers
+    _handling._set_worker_signal_handlers = set_handlers
+
+
+def _ignore(numbers: Collection[int]) -> None:
+    for number in numbers:
+        # Not SIG_IGN: programs that a dataset starts would inherit that.
+        signal.signal(number, _nothing)
+        if hasattr(signal, "siginterrupt"):
+            signal.siginterrupt(number, False)  # what the dataset's libraries wait for goes on
 
 
 def _nothing(number: int, frame: Any) -> None:
     pass
-
-
-def _only_from_parent() -> None:
-    if not hasattr(signal, "sigwaitinfo"):  # macOS: a SIGTERM to the whole group ends workers there
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    # Programs started by the dataset can be ended as ever.
-    os.register_at_fork(after_in_child=_unblock)
-    threading.Thread(target=_end_if_told, args=(os.getppid(),), name="lightning-ft-sigterm", daemon=True).start()
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
-def _end_if_told(parent: int) -> None:
-    while True:
-        sender = signal.sigwaitinfo([signal.SIGTERM]).si_pid
-        if sender in (parent, os.getpid()) or os.getppid() != parent:
-            os._exit(0)

@@ -357,8 +357,8 @@ class Session:
             self._plugin.before_optimizer_step()
 
     def _own_votes(self) -> dict[str, int]:
-        time_is_due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
-        return {"time_due": int(time_is_due), **self._saves.votes()}
+        due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
+        return {"time_due": int(due), **self._saves.votes()}
 
     # -- validation: see `_validation` ---------------------------------------------------------------------------
 
@@ -398,21 +398,20 @@ class Session:
         except SaveError as error:
             if self._stop is None or self._stop.exit_code is None:
                 raise
-            if self._ranks.is_zero:
-                _log.error("%s; the run ends without it", error)
+            _log.error("%s; the run ends without it", error)
         if self._plugin is not None:
             # From here on only other callbacks ask for saves, and nobody else reports their failure.
             self._plugin.reports_failures = True
         self.watches.phase("end")
         self._ask_now(progress)
-        code = None if self._stop is None else self._stop.code_when(saved=self._saves.has(progress))
-        if code is not None:
+        if self._stop is not None:
+            code = self._stop.code_when(saved=self._saves.has(progress))
             _leaving.leave_after_fit(self._trainer, code, self.watches.leave)
 
     def _ask_now(self, progress: Progress) -> bool:
         """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""
-        if not self.watches.topics:
-            return False
+        if not self.watches.anywhere:
+            return self._stop is not None
         votes = self.voting.take(afresh=True)
         for request in self.watches.decide_all(votes, progress):
             self._heed(replace(request, save=None) if request.stop else request)
@@ -421,8 +420,7 @@ class Session:
     def _finish_saves(self, progress: Progress) -> None:
         self._saves.settle("training goes on to its last save")
         last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
-        last = last and (self._stop is None or self._stop.save is not None)
-        if last and not self._stopped_within_epoch:
+        if last and not self._stopped_within_epoch and (self._stop is None or self._stop.save is not None):
             self._save("train_end", "epoch", progress)
             self._saves.settle("training ends without it")
         self._saves.tell_of_commits()

@@ -64,6 +64,8 @@ class _Noted:
         if number == signal.SIGINT:
             self._interrupt(frame)
             return
+        if not _noting:
+            _tell_children_that_train(number, frame)
         try:
             self._pass_on(frame)
         except SystemExit:
@@ -108,6 +110,17 @@ class _Noted:
             before = self._before.pop() if self._before else None
             self._level = len(self._before)
             signal.signal(self.number, signal.SIG_DFL if before is None else before)
+
+
+def _tell_children_that_train(number: int, frame: FrameType | None) -> None:
+    """If this process only waits for ranks that it has spawned, the signal was meant for them."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.multiprocessing.spawn" and frame.f_code.co_name == "join":
+            for process in frame.f_locals["self"].processes:
+                if process.exitcode is None:
+                    os.kill(process.pid, number)
+            return
+        frame = frame.f_back
 
 
 _pid = os.getpid()

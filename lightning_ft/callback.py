@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _drilled, _guarding, _loops, _names
+from lightning_ft import _callbacks, _choose, _drilled, _guarding, _leaving, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._preemption import stand_aside
@@ -239,6 +239,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        _leaving.leave_with_spawned(exception)
         if self._session is not None:
             self._session.failed(exception)
         self._close()

@@ -108,12 +108,11 @@ def _memory(samples: Samples, shape: Shape) -> str:
 def _idle(samples: Samples, plan: Plan) -> str:
     lines = [
         f"Idle: microseconds per step, nothing due, {plan.idle_steps} steps",
-        f"{'':34} {'no callback':>24} {'callback':>24} {'added':>24} {'the least to add':>24}",
+        f"{'':34} {'no callback':>24} {'callback':>24} {'added':>24} {'by guards':>24} {'the least to add':>24}",
     ]
-    for name, title in (("one", "one process"), ("two", "two ranks, gloo")):
-        spreads = [
-            _spread(samples, f"idle.{name}.{kind}_secs", 1e6) for kind in ("none", "ours", "added", "floor_added")
-        ]
+    for name, title in (("one", "one process"), ("two", "two ranks")):
+        kinds = ("none", "ours", "added", "guards", "floor_added")
+        spreads = [_spread(samples, f"idle.{name}.{kind}_secs", 1e6) for kind in kinds]
         lines.append(f"{title:34} {' '.join(spreads)}")
     return "\n".join(lines)
 

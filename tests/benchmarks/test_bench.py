@@ -42,7 +42,8 @@ def expected() -> list[str]:
     quantities = ("first_blocked_secs", "blocked_secs", "durable_secs", "rank_0_bytes", "rank_1_bytes")
     names += [f"replicated.{layout}.{q}" for layout in replicated.LAYOUTS for q in quantities]
     names += [f"restart.{way}.secs" for way in ("read", "lightning", "ours")]
-    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in ("none", "ours", "added", "floor_added")]
+    added = ("none", "ours", "added", "guards", "floor_added")
+    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in added]
     return names + [f"memory.{c}.{q}_bytes" for c in CHECKPOINTING for q in ("peak", "kept")]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path  # noqa: E402
 options = argparse.ArgumentParser()
 options.add_argument("place", type=Path)
 options.add_argument("--devices", type=int, default=1)
+options.add_argument("--strategy", default="ddp")
 options.add_argument("--workers", type=int, default=0)
 options.add_argument("--steps", type=int, default=-1)
 options.add_argument("--wait-before-imports", action="store_true")
@@ -23,31 +24,19 @@ options.add_argument("--plain", action="store_true", help="Lightning alone")
 options.add_argument("--run-name", default="run")
 
 
-def tell(place: Path, what: str, text: str = "") -> None:
-    half = place / f".{what}.{os.getpid()}"
-    half.write_text(text or str(os.getpid()))
-    os.replace(half, place / what)
-
-
 def main(arguments: argparse.Namespace) -> None:
     place = arguments.place
     if arguments.wait_before_imports:
-        tell(place, "importing")
+        (place / "importing").touch()
         while not (place / "go-on").exists():
             os.sched_yield()
 
-    import lightning as L
-
     from lightning_ft import events
     from lightning_ft._recorder import Recorder
+    from tests.guards.telling import Tell
     from tests.trainer import scenarios as s
 
     rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))
-
-    class Tell(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
-            if trainer.global_step >= 3:
-                tell(place, f"trains{trainer.global_rank}")
 
     if arguments.saves_take:
 
@@ -56,7 +45,7 @@ def main(arguments: argparse.Namespace) -> None:
                 event.metrics.update(total_secs=arguments.saves_take, queue_secs=0.0)
 
         events.observe(slow)
-    kwargs = {"strategy": "ddp", "devices": arguments.devices} if arguments.devices > 1 else {}
+    kwargs = {"strategy": arguments.strategy, "devices": arguments.devices} if arguments.devices > 1 else {}
     kwargs |= {"max_epochs": -1, "max_steps": arguments.steps, "val_check_interval": 20, "default_root_dir": str(place)}
     kwargs |= {"check_val_every_n_epoch": None}
     if arguments.plain:
@@ -66,9 +55,9 @@ def main(arguments: argparse.Namespace) -> None:
     run = place / arguments.run_name
     run.mkdir(exist_ok=True)
     start = len(list(run.glob(f"*.rank{rank}.jsonl")))
-    trainer.callbacks[:0] = [Recorder(str(run / f"{start}.rank{rank}.jsonl")), Tell()]
+    trainer.callbacks[:0] = [Recorder(str(run / f"{start}.rank{rank}.jsonl")), Tell(place)]
     trainer.fit(s.Net(), *s.shuffled(arguments.workers), ckpt_path="last")
-    tell(place, f"went-on{rank}")
+    (place / f"went-on{rank}").touch()
 
 
 if __name__ == "__main__":

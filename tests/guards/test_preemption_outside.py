@@ -32,13 +32,13 @@ class Job:
             self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
 
     def await_file(self, name: str) -> int:
-        """What is in the file that the script has made: a process id."""
+        """What is in the file that the script has made: a process id, or nothing."""
         deadline = time.monotonic() + WITHIN_SECS
         while not (self.place / name).exists():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text}"
             assert time.monotonic() < deadline, f"no {name} within {WITHIN_SECS} s:\n{self.text}"
             time.sleep(0.02)
-        return int((self.place / name).read_text())
+        return int((self.place / name).read_text() or 0)
 
     def ended(self) -> int:
         """Its exit code, when it has ended by itself."""
@@ -111,6 +111,18 @@ def test_i1_a_signal_to_the_whole_group_with_loader_workers_and_an_exact_restart
         actual = testing._read(job.place / "run", rank)
         actual = [record for record in actual if record["kind"] != "end" or record["start"] == 2]
         assert testing._compare(testing._read(tmp_path / "whole" / "uninterrupted", rank), actual, rank) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_i1_ranks_that_are_spawned_hear_of_a_signal_to_their_parent(start: Start, strategy: str) -> None:
+    job = start("--devices", "2", "--strategy", strategy)
+    job.await_file("trains0")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.ended() == 75, job.text
+    assert "saving and stopping after step" in job.text
+    assert not list(job.place.glob("went-on*"))
 
 
 @pytest.mark.slow
