@@ -24,7 +24,6 @@ from lightning_ft import (
     _surprises,
     events,
 )
-from lightning_ft._before import Before
 from lightning_ft._boundaries import Boundaries
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
@@ -115,11 +114,9 @@ class Session:
             trainer, settings, plugin, ranks, self._tiers, self._saves, self._ending, self.watches, lambda: self.run_id
         )
         self.voting = self._boundaries.voting
-        self._before: Before | None = None
         self.validation = Validation(
-            trainer, self.voting.vote, self.watches, begins=self._validation_begins, needed=self._validation_needed,
-            heard=self.voting.note, left=self._boundaries.leave_validation,
-        )  # fmt: skip
+            trainer, self.voting, self.watches, self._tree, self._loaders, left=self._boundaries.leave_validation
+        )
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
@@ -271,7 +268,7 @@ class Session:
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
-        self._before = None
+        self.validation.before = None
         boundaries = self._boundaries
         if self._ending.request is not None and boundaries.stopped_within_epoch:
             return  # it was decided within the validation
@@ -333,17 +330,6 @@ class Session:
         if self._plugin is not None:
             self._plugin.before_optimizer_step()
 
-    # -- validation: see `_validation` ---------------------------------------------------------------------------
-
-    def _validation_begins(self) -> None:
-        self.voting.end_of_batch()
-        possible = Before.possible(self._trainer) and self._plugin is not None
-        self._before = Before(self._trainer, self._tree, self._loaders) if possible else None
-
-    def _validation_needed(self) -> bool:
-        # The sanity check, which nothing depends on, may be left whenever.
-        return not self._trainer.sanity_checking and (self._before is None or not self._before.holds)
-
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
 
@@ -355,13 +341,14 @@ class Session:
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
         reason, boundary = self._saves.at_hand or ("user", "none")
+        before = self.validation.before if self._saves.at_hand else None
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
             boundary=boundary, stopping=self._ending.request is not None, seed=self._seed, guards=self.watches.state(),
-            before=self._before if boundary != "none" else None,
+            before=before,
         )  # fmt: skip
-        if self._before is not None and boundary != "none":
-            self._before.put_into(checkpoint)
+        if before is not None:
+            before.put_into(checkpoint)
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
         if boundary == "epoch":
