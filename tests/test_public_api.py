@@ -28,6 +28,7 @@ DOCUMENTED = ERRORS | {
     "FSDPStrategy",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
+    "HangGuard",
     "Manifest",
     "ModelParallelStrategy",
     "__version__",
@@ -109,6 +110,7 @@ def test_parameters_of_the_callback() -> None:
         "local_keep_last",
         "save_on_train_end",
         "guards",
+        "max_restarts_without_progress",
         "seed_workers",
         "strict",
     ]

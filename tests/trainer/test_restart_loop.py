@@ -178,7 +178,7 @@ def test_a_local_directory_in_front_counts_too(tmp_path: Path) -> None:
     crash(tmp_path / "run", 1, **kwargs)
     assert counted(tmp_path / "run") == counted(tmp_path / "local") == [1]
     model = fit(trainer(again(tmp_path / "run", **kwargs), max_steps=8), ckpt_path="last")
-    assert [step[1] for step in model.steps][0] == 4
+    assert next(step[1] for step in model.steps) == 4
 
 
 def test_in_a_store() -> None:
@@ -188,7 +188,7 @@ def test_in_a_store() -> None:
         assert counted(url) == [1]
         callback = ft.FaultTolerantCheckpoint(url, every_n_train_steps=2, max_restarts_without_progress=1)
         model = fit(trainer(callback, max_steps=8), ckpt_path="last")
-        assert [step[1] for step in model.steps][0] == 4
+        assert next(step[1] for step in model.steps) == 4
 
 
 def test_validating_is_no_start(tmp_path: Path) -> None:
