@@ -29,17 +29,21 @@ if TYPE_CHECKING:
         ConfigurationError,
         CorruptCheckpointError,
         DirectoryInUseError,
+        DivergenceError,
         FaultToleranceError,
         ManifestError,
         NoUsableCheckpointError,
         RankFailure,
+        RankLostError,
         RestoreError,
         SaveError,
         StorageError,
         TopologyError,
         UnsupportedFormatError,
     )
+    from lightning_ft.guards.divergence import DivergenceGuard
     from lightning_ft.guards.hang import HangGuard
+    from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -52,6 +56,8 @@ __all__ = [
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "DivergenceError",
+    "DivergenceGuard",
     "FSDPStrategy",
     "FaultToleranceError",
     "FaultTolerantCheckpoint",
@@ -61,7 +67,9 @@ __all__ = [
     "ManifestError",
     "ModelParallelStrategy",
     "NoUsableCheckpointError",
+    "PreemptionGuard",
     "RankFailure",
+    "RankLostError",
     "RestoreError",
     "SaveError",
     "StorageError",
@@ -81,6 +89,8 @@ _MODULE_OF = {
     "ConfigurationError": "errors",
     "CorruptCheckpointError": "errors",
     "DirectoryInUseError": "errors",
+    "DivergenceError": "errors",
+    "DivergenceGuard": "guards.divergence",
     "FSDPStrategy": "strategies",
     "FaultToleranceError": "errors",
     "FaultTolerantCheckpoint": "callback",
@@ -90,7 +100,9 @@ _MODULE_OF = {
     "ManifestError": "errors",
     "ModelParallelStrategy": "strategies",
     "NoUsableCheckpointError": "errors",
+    "PreemptionGuard": "guards.preemption",
     "RankFailure": "errors",
+    "RankLostError": "errors",
     "RestoreError": "errors",
     "SaveError": "errors",
     "StorageError": "errors",

@@ -124,10 +124,8 @@ class _Together(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         index, dtype = pid
-        storage = self._storages[index]
-        if dtype is None:
-            return storage
-        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        # Of dtypes that have no storage of their own torch, too, rebuilds tensors from a typed one, of bytes.
+        return torch.TypedStorage(wrap_storage=self._storages[index], dtype=dtype or torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _memory(size_bytes: int) -> torch.UntypedStorage:

@@ -19,6 +19,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from lightning_ft import _names, _two_tiers
@@ -65,6 +66,8 @@ class Tiers:
         self._options = plugin.storage_options if plugin is not None else None
         self._locks: list[DirectoryLock] = []
         self._names: set[str] = set()
+        self._pinned = ""
+        self._commits = 0
         self._durable: deque[Committed] = deque()
         self._newest: tuple[str, Manifest] | None = None  # of the local directory; only the writer thread looks
         # A full read back is the only way to know a checkpoint better than its listing does.
@@ -85,7 +88,9 @@ class Tiers:
         """What is a checkpoint of the run that is durable now is kept until it is taken. Thread: main or writer."""
         if not isinstance(event, Committed) or not self.has(event.path):
             return
-        if _names.parse_checkpoint_name(_names.split(event.path)[1]):  # not what another callback saves there
+        dirpath, name = _names.split(event.path)
+        if _names.parse_checkpoint_name(name):  # not what another callback saves there
+            self._commits += dirpath == self.first
             self._durable.append(event)
 
     def take_durable(self) -> list[Committed]:
@@ -169,6 +174,19 @@ class Tiers:
         self._names.add(name)
         return _names.join(self.first, name)
 
+    def keep_predecessors(self) -> None:
+        """Of the newest checkpoint nobody knows yet whether a finite loss comes of it: the one before stays with it."""
+        self._retention = _two_at_least(self._retention)
+        if self.local is not None:
+            self.local = replace(self.local, retention=_two_at_least(self.local.retention))
+
+    def pin(self, path: str) -> None:
+        """The checkpoint `path`, from which training goes on, stays until two newer ones are there."""
+        self._pinned, self._commits = _names.split(path)[1], 0
+
+    def _pins(self, dirpath: str) -> frozenset[str]:
+        return frozenset([_names.join(dirpath, self._pinned)] if self._pinned and self._commits < 2 else [])
+
     def figures(self, committed: Committed) -> Mapping[str, float | int]:
         """What loggers are told of a save: of an upload, what is not in the figures of the save before it."""
         if self.local is None or self.is_local(committed.path):
@@ -226,7 +244,15 @@ class Tiers:
         """The directory of the run holds what its policy keeps."""
         given_up = self.starts.given_up
         removed = rotate(
-            self.dirpath, path, run_id, self._retention, self._options, manifest, given_up=given_up, trust=self._trust
+            self.dirpath,
+            path,
+            run_id,
+            self._retention,
+            self._options,
+            manifest,
+            pinned=self._pins(self.dirpath),
+            given_up=given_up,
+            trust=self._trust,
         )
         if given_up:
             self.starts.forget(removed)
@@ -259,5 +285,10 @@ class Tiers:
         done = set() if uploaded is None else {_names.join(self.local.dirpath, _names.split(uploaded)[1])}
         rotate(
             self.local.dirpath, newest, run_id, self.local.retention, None, manifest,
-            pinned=self._plugin.uploads.sources - done, given_up=self.starts.given_up, trust=self._local_trust,
+            pinned=(self._plugin.uploads.sources - done) | self._pins(self.local.dirpath),
+            given_up=self.starts.given_up, trust=self._local_trust,
         )  # fmt: skip
+
+
+def _two_at_least(retention: Retention) -> Retention:
+    return retention if retention.keep_last != 1 else replace(retention, keep_last=2)
