@@ -27,7 +27,8 @@ callback = ft.FaultTolerantCheckpoint(
     keep_last=3,
     keep_every_n_train_steps=10_000,
     save_on_train_end=True,
-    guards=(guard,),
+    guards=(guard, ft.HangGuard(step_timeout=timedelta(minutes=5))),
+    max_restarts_without_progress=3,
     seed_workers=True,
     strict=False,
 )
