@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ConfigurationError,
         CorruptCheckpointError,
         DirectoryInUseError,
+        DivergenceError,
         FaultToleranceError,
         ManifestError,
         NoUsableCheckpointError,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedFormatError,
     )
+    from lightning_ft.guards.divergence import DivergenceGuard
+    from lightning_ft.guards.hang import HangGuard
     from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -53,10 +56,13 @@ __all__ = [
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "DivergenceError",
+    "DivergenceGuard",
     "FSDPStrategy",
     "FaultToleranceError",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
+    "HangGuard",
     "Manifest",
     "ManifestError",
     "ModelParallelStrategy",
@@ -83,10 +89,13 @@ _MODULE_OF = {
     "ConfigurationError": "errors",
     "CorruptCheckpointError": "errors",
     "DirectoryInUseError": "errors",
+    "DivergenceError": "errors",
+    "DivergenceGuard": "guards.divergence",
     "FSDPStrategy": "strategies",
     "FaultToleranceError": "errors",
     "FaultTolerantCheckpoint": "callback",
     "FaultTolerantCheckpointIO": "plugin",
+    "HangGuard": "guards.hang",
     "Manifest": "manifest",
     "ManifestError": "errors",
     "ModelParallelStrategy": "strategies",

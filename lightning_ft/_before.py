@@ -23,6 +23,7 @@ from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 
 _SAMPLED = 64
+_MOST_BYTES = 16 << 20  # of tensors in the state of callbacks: what keeps a copy of the weights is not copied again
 
 
 class Before:
@@ -45,7 +46,9 @@ class Before:
         """This rank's part of the checkpoint."""
         self.reloads = _loops.reloads(trainer)
         self._loops = copy.deepcopy(trainer.fit_loop.state_dict())
-        self._callbacks = copy.deepcopy(call._call_callbacks_state_dict(trainer))
+        callbacks = call._call_callbacks_state_dict(trainer)
+        self._copied = _bytes_of(callbacks) <= _MOST_BYTES
+        self._callbacks = copy.deepcopy(callbacks) if self._copied else {}
         self._tensors = _tensors(trainer)
         self._versions = [tensor._version for tensor in self._tensors]
         self._sample = _sample(self._tensors)
@@ -65,13 +68,13 @@ class Before:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing that was not copied has changed."""
+        """Whether nothing that was not copied has changed. Blocks on: the devices, for some numbers."""
         tensors = _tensors(self._trainer)
-        return (
+        return self._copied and (
             list(map(id, tensors)) == list(map(id, self._tensors))
             and [tensor._version for tensor in tensors] == self._versions
             # What is written through `.data`, as averaged weights are that stand in for a validation, has no version.
-            and torch.equal(self._sample, _sample(tensors))
+            and all(map(torch.equal, self._sample, _sample(tensors)))
         )
 
     def put_into(self, checkpoint: dict[str, Any]) -> None:
@@ -87,9 +90,19 @@ def _tensors(trainer: pl.Trainer) -> list[Tensor]:
     return found + [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
-def _sample(tensors: Iterable[Tensor]) -> Tensor:
+def _sample(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Some numbers out of some of them, spread over all."""
     usable = [t.detach() for t in tensors if t.layout is torch.strided and t.is_contiguous() and t.numel()]
     every = max(1, len(usable) // _SAMPLED)
-    numbers = [t.flatten()[t.numel() // 2].to("cpu", torch.float64) for t in usable[::every]]
-    return torch.stack(numbers) if numbers else torch.empty(0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in usable[::every]:
+        by_device.setdefault(tensor.device, []).append(tensor.flatten()[tensor.numel() // 2].to(torch.float64))
+    return [torch.stack(numbers).cpu() for numbers in by_device.values()]
+
+
+def _bytes_of(state: Any) -> int:
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        return sum(map(_bytes_of, state.values()))
+    return sum(map(_bytes_of, state)) if isinstance(state, (list, tuple)) else 0

@@ -32,6 +32,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ft import _elastic
@@ -123,6 +124,21 @@ def replaced(target: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
+def before_backward(trainer: pl.Trainer, call: Callable[[Tensor], None]) -> Callable[[], None]:
+    """`call` gets every loss before it is differentiated, until the returned function is called.
+
+    As it is: what Lightning's own hook of that kind gets is multiplied by the scale of a `GradScaler`.
+    """
+    strategy = trainer.strategy
+    original = strategy.backward
+
+    def backward(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        call(closure_loss)
+        return original(closure_loss, *args, **kwargs)
+
+    return replaced(strategy, "backward", backward)
+
+
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """The callbacks of the trainer."""
     return trainer.callbacks  # type: ignore[attr-defined,no-any-return]  # set outside of its class
@@ -198,12 +214,6 @@ def stop_now(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.min_steps = None
 
 
-def _leave_epoch(hooks: Hooks) -> None:
-    """If they say so, training ends without the end of its epoch: hooks, metrics and schedulers of that."""
-    if hooks.leaves_epoch():
-        raise StopIteration  # what the loop itself takes for the end of training
-
-
 def end_validation(trainer: pl.Trainer) -> None:
     """After a validation that an exception has ended, training goes on; its results are nobody's."""
     loop = trainer.fit_loop.epoch_loop.val_loop
@@ -240,6 +250,12 @@ def leave_out_signal_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
 def update_no_more_schedulers(trainer: pl.Trainer) -> Callable[[], None]:
     """Plateau schedulers, whose metric may be one that is missing, stay as they are until the returned function."""
     return replaced(trainer.fit_loop.epoch_loop, "update_lr_schedulers", lambda *args, **kwargs: None)
+
+
+def _leave_epoch(hooks: Hooks) -> None:
+    """If they say so, training ends without the end of its epoch: hooks, metrics and schedulers of that."""
+    if hooks.leaves_epoch():
+        raise StopIteration  # what the loop itself takes for the end of training
 
 
 def _uncount_end_of_data(trainer: pl.Trainer) -> None:

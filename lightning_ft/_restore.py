@@ -45,6 +45,7 @@ def build_state(
     boundary: str,
     stopping: bool,
     seed: str | None,
+    guards: dict[str, Any],
     before: Before | None = None,
 ) -> dict[str, Any]:
     """What a restart needs beyond Lightning's own dictionary. Complete on rank 0, which writes it.
@@ -61,6 +62,7 @@ def build_state(
         stopping: A guard stops this run, which a restart has to continue.
         seed: What the run was first seeded with.
         before: Of the validation within which this is; what is saved is the state before it.
+        guards: What the guards of this rank know.
     """
     progress = _loops.progress(trainer)
     # At the last batch of an epoch the position within it is of no use any more: what comes next is a new pass.
@@ -75,6 +77,7 @@ def build_state(
             "data_rank": {"rank": data_rank.rank, "size": data_rank.size},
             **own,
             "gradients": state.held_gradients(trainer.lightning_module),
+            "guards": guards,
         }
     )
     return {

@@ -2,17 +2,20 @@
 
 A training step has one ballot. In a validation, which may take hours, there is about one per second: cast after a
 batch, and read a second's worth of batches later, when all ranks have long cast theirs. Ranks may have different
-numbers of batches: one that is through answers for as long as another one is not.
+numbers of batches: one that is through answers for as long as another one is not, before it goes where it would wait
+for that one without an answer, as in the reduction of what was logged.
 
 ::
 
     validation starts       the ballot of the step before it is read
     each batch              now and then: the last ballot is read, the next one cast
-    last batch is over      ballots until all ranks say that they are through
+    a loader is through     ballots until all ranks are through with a loader
+    all of them are         ballots until all ranks say so
     epoch-end hooks         as ever
 
 What was heard is acted upon when the validation is over, which is a step boundary. Unless a watch calls it urgent: then
-all ranks leave the validation in the same round, and the state that is saved is the one before it (`_before`).
+all ranks leave the validation in the same round, and the state that is saved is the one before it (`_before`), if all
+of them still have it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ TOPICS = ("validating", "validation_batch_us", "validation_needed")
 
 _ROUND_US = 1_000_000
 _MOST_BATCHES = 256
+
+
+_BETWEEN_BATCHES, _BETWEEN_LOADERS, _THROUGH = 2, 1, 0
 
 
 class _Left(Exception):
@@ -71,7 +77,7 @@ class Validation:
         self._heard = heard
         self._left = left
         self._runs = False
-        self._through = False
+        self._stays = False
         self._every = 1
         self._batches = 0
         self._since = 0.0
@@ -82,7 +88,8 @@ class Validation:
         run = loop.run
         undo = [
             _loops.replaced(loop, "run", lambda: self._run(run)),
-            _loops.around(loop, "on_run_end", before=self._last_batch_is_over),
+            _loops.around(loop, "_store_dataloader_outputs", before=lambda: self._await(_BETWEEN_LOADERS)),
+            _loops.around(loop, "on_run_end", before=lambda: self._await(_THROUGH)),
         ]
 
         def remove() -> None:
@@ -95,12 +102,12 @@ class Validation:
         if not self._watches.anywhere:
             return run()
         self._begins()
-        self._runs, self._through = True, False
+        self._runs, self._stays = True, False
         self._every, self._batches, self._since = 1, 0, time.monotonic()
         hook = self._trainer.lightning_module._current_fx_name
         try:
             outputs = run()
-            self._last_batch_is_over()  # also of a rank that has no batches
+            self._await(_THROUGH)  # if this rank has no batches at all
             return outputs
         except _Left:
             self._trainer.lightning_module._current_fx_name = hook
@@ -115,31 +122,34 @@ class Validation:
         self._batches += 1
         if self._runs and self._batches >= self._every:
             self._read()
-            self._cast(validating=True)
+            self._cast(_BETWEEN_BATCHES)
 
-    def _last_batch_is_over(self) -> None:
-        if self._runs and not self._through:
-            self._through = True
-            while self._read():
-                self._cast(validating=False)
+    def _await(self, place: int) -> None:
+        """All ranks have come to `place`, or to one after it."""
+        while self._runs and self._read() > place:
+            self._cast(place)
+        if place == _THROUGH:
+            self._runs = False
 
-    def _cast(self, *, validating: bool) -> None:
+    def _cast(self, place: int) -> None:
         spent_us = int(1e6 * (time.monotonic() - self._since))
-        batch_us = spent_us // self._batches if validating else 0
+        batch_us = spent_us // self._batches if place == _BETWEEN_BATCHES else 0
         self._batches, self._since = 0, time.monotonic()
-        own = {
-            "validating": int(validating), "validation_batch_us": batch_us, "validation_needed": int(self._needed()),
-        }  # fmt: skip
+        own = {"validating": place, "validation_batch_us": batch_us}
         self._vote.cast({**own, **self._watches.ballot_between_steps()})
 
-    def _read(self) -> bool:
-        """Whether the validation goes on, here or elsewhere, as far as the last ballot says."""
+    def _read(self) -> int:
+        """Where the last rank was when it cast the last ballot."""
         if not self._vote.cast_open:
-            return True
+            return _BETWEEN_BATCHES
         votes = self._vote.read()
         self._heard({topic: vote for topic, vote in votes.items() if vote and topic not in TOPICS})
         # By the slowest rank, so that all have the same number.
         self._every = max(1, min(_MOST_BATCHES, _ROUND_US // max(1, votes["validation_batch_us"])))
-        if not votes["validation_needed"] and self._watches.urgent(votes):
-            raise _Left
-        return bool(votes["validating"])
+        if not self._stays and self._watches.urgent(votes):
+            # All ranks have just heard it, and ask each other at once, and only once.
+            self._vote.cast({"validation_needed": int(self._needed())})
+            self._stays = bool(self._vote.read()["validation_needed"])
+            if not self._stays:
+                raise _Left
+        return votes["validating"]

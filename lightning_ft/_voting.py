@@ -7,7 +7,7 @@
     parameters change       with such a watch it is read here
     step boundary           it is read
     validation              ballots of its own, one per second (`_validation`)
-    end of an epoch         one more, cast and read at once
+    end of an epoch         one more, of watches that can be asked anywhere, cast and read at once
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ class Voting:
         """What the ranks have heard since the boundary before.
 
         Args:
-            afresh: They are asked once more now: where no batch was, as at the end of an epoch, whose hooks may take as
-                long as many a step. Blocks on: all ranks.
+            afresh: Watches that can be are asked once more now: at the end of an epoch, whose hooks may take as long as
+                many a step. Blocks on: all ranks.
         """
         self.end_of_batch()
-        if afresh:
-            self.vote.cast({**self._own(), **self._watches.ballot_between_steps()})
+        if afresh and self._watches.anywhere:
+            self.vote.cast(self._watches.ballot_between_steps())
             self._hear()
         heard, self._heard = self._heard, {}
         return heard

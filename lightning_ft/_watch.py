@@ -15,11 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_ft._dist import Ranks
+from lightning_ft._left_out import LeftOut
+from lightning_ft._line import Line
+from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._saves import Saves
+from lightning_ft._tiers import Tiers
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.state import Progress
 
@@ -57,6 +63,14 @@ class Fit:
     run_id: Callable[[], str]
     stop: Callable[[], Request | None]
     """What ends the fit before its time, if something does."""
+    strict: bool
+    saves: Saves
+    tiers: Tiers
+    loaders: TrackedLoaders
+    left_out: LeftOut
+    line: Line
+    go_back: Callable[[], None]
+    """To be called before this fit loads an older checkpoint of its own."""
     local_dirpath: str | None = None
 
 
@@ -66,6 +80,8 @@ class Watch:
     Thread: main. Ranks: all, at the same points.
     """
 
+    key = ""
+    """The name of its state in checkpoints; empty if it has none."""
     topics: tuple[str, ...] = ()
     """What it votes on: names of non-negative integers, of which every rank hears the maximum."""
     wants_loss = False
@@ -105,6 +121,25 @@ class Watch:
         Then `decide` is asked at once, and the fit, if it is to stop, ends with the state before the validation.
         """
         return False
+
+    def refuses_save(self) -> str | None:
+        """Why the state of now must not be saved for a restart; None if it may be. The same on all ranks.
+
+        What is raised here is raised on all ranks. Blocks on: what it takes to know, all ranks included.
+        """
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, with a `key` only: this rank's own plain data."""
+        return {}
+
+    def restore(self, state: dict[str, Any], *, other_ranks: bool) -> None:
+        """The fit goes on from a checkpoint that has this `state`.
+
+        Args:
+            state: Of this rank; with `other_ranks`, of another one.
+            other_ranks: The number of ranks is not that of the checkpoint.
+        """
 
     def phase(self, name: str) -> None:
         """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``, ``"end"``."""
@@ -166,6 +201,18 @@ class Watches(Watch):
 
     def urgent(self, votes: Mapping[str, int]) -> bool:
         return any([watch.urgent(votes) for watch in self._watches])
+
+    def refuses_save(self) -> str | None:
+        refusals = [watch.refuses_save() for watch in self._watches]
+        return next((why for why in refusals if why is not None), None)
+
+    def state(self) -> dict[str, Any]:
+        return {watch.key: watch.state() for watch in self._watches if watch.key}
+
+    def restore(self, state: dict[str, Any], *, other_ranks: bool) -> None:
+        for watch in self._watches:
+            if watch.key in state:
+                watch.restore(state[watch.key], other_ranks=other_ranks)
 
     def phase(self, name: str) -> None:
         for watch in self._watches:

@@ -13,6 +13,7 @@ ERRORS = {
     "ConfigurationError",
     "CorruptCheckpointError",
     "DirectoryInUseError",
+    "DivergenceError",
     "FaultToleranceError",
     "ManifestError",
     "NoUsableCheckpointError",
@@ -26,9 +27,11 @@ ERRORS = {
 }
 DOCUMENTED = ERRORS | {
     "CheckpointInfo",
+    "DivergenceGuard",
     "FSDPStrategy",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
+    "HangGuard",
     "Manifest",
     "ModelParallelStrategy",
     "PreemptionGuard",
@@ -111,6 +114,7 @@ def test_parameters_of_the_callback() -> None:
         "local_keep_last",
         "save_on_train_end",
         "guards",
+        "max_restarts_without_progress",
         "seed_workers",
         "strict",
     ]
@@ -126,6 +130,7 @@ def test_parameters_of_the_plugin() -> None:
         "when_busy",
         "verify",
         "verify_after_write",
+        "layout",
         "load",
         "on_error",
         "retries",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from lightning_ft.guards.divergence import DivergenceGuard
+from lightning_ft.guards.hang import HangGuard
 from lightning_ft.guards.preemption import PreemptionGuard
 
-__all__ = ["AnyGuard", "Guard", "PreemptionGuard", "Verdict"]
+__all__ = ["AnyGuard", "DivergenceGuard", "Guard", "HangGuard", "PreemptionGuard", "Verdict"]
 
 
 @dataclass(frozen=True)
@@ -29,5 +31,5 @@ class Guard(Protocol):
         """
 
 
-AnyGuard = Guard | PreemptionGuard
+AnyGuard = Guard | PreemptionGuard | DivergenceGuard | HangGuard
 """What `FaultTolerantCheckpoint(guards=...)` takes."""

@@ -93,21 +93,21 @@ class Noisy(runs.Line):
 
 
 def _fit(
-    monkeypatch: pytest.MonkeyPatch,
+    patch: pytest.MonkeyPatch,
     dirpath: Path,
     signal: Signal,
-    model: Any = None,
     ckpt_path: Any = None,
+    model: Any = None,
     **kwargs: Any,
 ) -> tuple[L.Trainer, Any]:
     def watches(guards: Sequence[Any], fit: Fit) -> Watches:
         return Watches([signal.watch])
 
-    monkeypatch.setattr(_guarding, "watches", watches)
+    patch.setattr(_guarding, "watches", watches)
     callbacks = kwargs.pop("callbacks", [])
     saver = ft.FaultTolerantCheckpoint(dirpath, every_n_epochs=100, save_on_train_end=False)
-    trainer = runs.trainer(signal, *callbacks, saver, max_epochs=3, **kwargs)
-    model = runs.fit(trainer, Noisy(), ckpt_path, s.loader(shuffle=True), s.loader(shuffle=True))
+    trainer = runs.trainer(signal, *callbacks, saver, **{"max_epochs": 3, **kwargs})
+    model = runs.fit(trainer, model or Noisy(), ckpt_path, s.loader(shuffle=True), s.loader(shuffle=True))
     return trainer, model
 
 
@@ -154,3 +154,62 @@ def test_a_validation_is_left_soon_and_the_restart_runs_it(
     assert ended.seen == model.seen[-len(ended.seen) :]
     assert second.ends == [at for at in whole.ends if at >= step]
     assert _end(trainer, ended) == expected
+
+
+# -- a validation that is not left -------------------------------------------------------------------------------
+
+
+class Keeps(Noisy):
+    """Saves what only it knows."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = len(self.seen)
+
+
+class Swaps(Callback):
+    """Validates other weights than it trains, and leaves no trace of that in their versions."""
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for parameter in module.parameters():
+            parameter.data.add_(1.0)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for parameter in module.parameters():
+            parameter.data.sub_(1.0)
+
+
+class Counts(Noisy):
+    """Counts its validation batches in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs"),
+    [
+        (Keeps, {}),
+        (Counts, {}),
+        (Noisy, {"callbacks": [Swaps()]}),
+        (Noisy, {"accumulate_grad_batches": 3, "max_steps": 100}),
+        (Noisy, {"max_steps": 4}),
+    ],
+    ids=["adds to checkpoints", "changes a buffer", "changes weights", "within an accumulation", "the last one"],
+)
+def test_a_validation_whose_start_cannot_be_saved_runs_to_its_end(
+    model: Any, kwargs: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was asked for happens when it is over; within an accumulation, when that is."""
+    monkeypatch.setattr(_validation, "_MOST_BATCHES", 1)
+    step = 4 if "accumulate_grad_batches" not in kwargs else 1
+    signal = Signal(step, 2)
+    trainer, _ = _fit(monkeypatch, tmp_path, signal, model=model(), val_check_interval=4, **kwargs)
+    assert [at for at, batch in signal.batches if at == step and batch == 7] == [step]
+    assert signal.ends[-1] == step
+    (info,) = ft.list_checkpoints(str(tmp_path))
+    assert trainer.global_step == info.manifest.step == (step if step == 4 else 2)
