@@ -188,7 +188,7 @@ class Session:
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
         if _surprises.is_of_lightnings_requeue(path):
-            _surprises.refuse_older(path, self._dirpath, self._ranks.decide(lambda: len(self._tiers.infos())))
+            self._ranks.decide(lambda: _surprises.refuse_older(path, self._dirpath, len(self._tiers.infos())))
         self._restore = Restore(
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
