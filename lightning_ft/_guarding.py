@@ -9,6 +9,7 @@ from lightning_ft import _loops
 from lightning_ft._chronicle import Chronicle
 from lightning_ft._divergence_watch import DivergenceWatch
 from lightning_ft._watch import Fit, Request, Watch, Watches
+from lightning_ft.errors import ConfigurationError
 from lightning_ft.guards import Guard
 from lightning_ft.guards.divergence import DivergenceGuard
 from lightning_ft.state import Progress
@@ -23,7 +24,12 @@ def watches(guards: Sequence[Guard], fit: Fit, start: int) -> Watches:
         guards: What the user asked for.
         fit: The fit.
         start: Its ordinal among those into this directory.
+
+    Raises:
+        ConfigurationError: They do not go together, or one of them not with the fit.
     """
+    if sum(isinstance(guard, DivergenceGuard) for guard in guards) > 1:
+        raise ConfigurationError("guards: more than one DivergenceGuard, and a run takes one course; give one")
     found: list[Watch] = [DivergenceWatch(guard, fit) for guard in guards if isinstance(guard, DivergenceGuard)]
     if polled := [guard for guard in guards if isinstance(guard, Guard)]:
         found.append(_Polled(polled, fit))

@@ -113,13 +113,17 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self._left_out = LeftOut(trainer, ranks, self._loaders)
         self._line.from_batch = progress.batch
-        fit = Fit(
-            trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._stop, settings.strict, self._saves,
-            self._tiers, self._loaders, self._left_out, self._line, self.go_back,
-        )  # fmt: skip
-        self.watches = _guarding.watches(settings.guards, fit, start)
+        try:
+            self._left_out = LeftOut(trainer, ranks, self._loaders)
+            fit = Fit(
+                trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._stop, settings.strict, self._saves,
+                self._tiers, self._loaders, self._left_out, self._line, self.go_back,
+            )  # fmt: skip
+            self.watches = _guarding.watches(settings.guards, fit, start)
+        except BaseException:
+            self._tiers.close()  # nobody closes a session that was never made
+            raise
         self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
         self._votes: dict[str, int] = {}
         self._undo += [

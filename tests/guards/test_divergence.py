@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 import lightning_ft as ft
@@ -408,6 +409,34 @@ back = partial(d.trainer, guard=BACK)
 @pytest.mark.parametrize("kill_at", [BAD_BATCH - 1, BAD_BATCH + 1, BAD_BATCH + 5, "Renamed:3"])
 def test_killed_after_a_rollback_the_restart_is_exact(tmp_path: Path, kill_at: Any) -> None:
     assert_resume_exact(back, partial(d.Net, BAD), d.data, kill_at=kill_at, root=tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kill_at", ["5@0", "7@1"])
+def test_two_ranks_killed_after_a_rollback_restart_exact(tmp_path: Path, kill_at: str) -> None:
+    make_trainer = partial(d.trainer, guard=BACK, strategy="ddp", devices=2)
+    make_model = partial(d.Net, at=(4,), rank=1)
+    assert_resume_exact(make_trainer, make_model, d.data, kill_at=kill_at, root=tmp_path, world_size=2)
+
+
+def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ft.ConfigurationError, match="more than one DivergenceGuard"):
+        d.fit(tmp_path, None, d.Net(), ft_args={"guards": [STOP, BACK]})
+    with pytest.raises(ft.ConfigurationError, match="FaultTolerantCheckpointIO"):
+        d.fit(tmp_path, BACK, d.Net(), plugins=[OtherIO()])
+    with pytest.raises(ft.ConfigurationError, match="dataloader_iter"):
+        d.fit(tmp_path, BACK, TakesIterator())
+
+
+class OtherIO(TorchCheckpointIO):
+    pass
+
+
+class TakesIterator(d.Net):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
 
 
 # -- patience, warn ----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ EXAMPLES = [
     errors.RestoreError("optimizer differs"),
     errors.TopologyError("4 ranks saved, 2 here", 4, 2),
     errors.DirectoryInUseError("in use by process 1"),
+    errors.DivergenceError("loss inf", step=3, batch=4, losses=[[1e9], []], indices=[[[1, 2]], []], restart_from="/a"),
     errors.RankFailure(3, "OSError: disk full"),
 ]
 
