@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ManifestError,
         NoUsableCheckpointError,
         RankFailure,
+        RankLostError,
         RestoreError,
         SaveError,
         StorageError,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from lightning_ft.guards.divergence import DivergenceGuard
+    from lightning_ft.guards.hang import HangGuard
+    from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -59,11 +62,14 @@ __all__ = [
     "FaultToleranceError",
     "FaultTolerantCheckpoint",
     "FaultTolerantCheckpointIO",
+    "HangGuard",
     "Manifest",
     "ManifestError",
     "ModelParallelStrategy",
     "NoUsableCheckpointError",
+    "PreemptionGuard",
     "RankFailure",
+    "RankLostError",
     "RestoreError",
     "SaveError",
     "StorageError",
@@ -89,11 +95,14 @@ _MODULE_OF = {
     "FaultToleranceError": "errors",
     "FaultTolerantCheckpoint": "callback",
     "FaultTolerantCheckpointIO": "plugin",
+    "HangGuard": "guards.hang",
     "Manifest": "manifest",
     "ManifestError": "errors",
     "ModelParallelStrategy": "strategies",
     "NoUsableCheckpointError": "errors",
+    "PreemptionGuard": "guards.preemption",
     "RankFailure": "errors",
+    "RankLostError": "errors",
     "RestoreError": "errors",
     "SaveError": "errors",
     "StorageError": "errors",

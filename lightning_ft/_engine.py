@@ -239,6 +239,10 @@ class Writer:
             failure, self._failure = self._failure, None
             return failure
 
+    def abandon(self) -> None:
+        """Nobody waits any more for what is being written, not even the end of the interpreter, which cuts it off."""
+        _writers.discard(self)
+
     def close(self) -> None:
         """Everything submitted is on disk or failed and no thread is left; the next task starts a new one."""
         thread = None

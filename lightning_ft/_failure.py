@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_ft._dist import Ranks
+from lightning_ft._dist import Ranks, everywhere
 from lightning_ft._engine import Writer
 from lightning_ft._uploads import Uploads
 from lightning_ft.errors import SaveError
@@ -42,7 +42,10 @@ def agreed_failure(ranks: Ranks, source: Fallible) -> Failure | None:
     """
     own = source.take_failure()
     failure = next((found for found in ranks.all_gather(own) if found is not None), None)
-    if failure is not None and own is None:
+    if failure is None:
+        return None
+    everywhere(failure.error)
+    if own is None:
         source.settle_failure()
         source.take_failure()  # or there is none: the save was of one rank only
     return failure

@@ -17,7 +17,10 @@ KEY = "lightning_ft"
 FORMAT_VERSION = 1
 LOCK_NAME = ".lightning_ft.lock"
 ORIGIN_NAME = ".lightning_ft.dirpath"
+STARTS_NAME = ".lightning_ft.starts"
 PROBE_PREFIX = ".lightning_ft.probe."
+SAVE_NOW = "SAVE_NOW"
+"""Made by the user, to ask for a save."""
 SUFFIX = ".ckpt"
 
 _EMERGENCY = re.compile(r"diverged-step=([0-9]{8,})(?:-v([1-9][0-9]*))?\.ckpt")

@@ -68,6 +68,10 @@ class Saves:
         """How long ago the last save was made that `train_time_interval` counts from."""
         return time.monotonic() - self._saved_at
 
+    def has(self, progress: Progress) -> bool:
+        """Whether a save of this state was made, and has not failed as far as the ranks have heard."""
+        return progress.batch == self._saved_batch
+
     def start_clock(self) -> None:
         """Training begins, as far as `train_time_interval` is concerned."""
         self._saved_at = time.monotonic()
@@ -163,7 +167,7 @@ class Saves:
 
     def _late(self) -> Late | None:
         # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
-        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
+        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy, self._plugin)
         if self._plugin is None or not copies or not self._plugin.overlaps:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)

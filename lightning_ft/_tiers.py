@@ -26,8 +26,9 @@ from lightning_ft import _names, _two_tiers
 from lightning_ft._dist import Ranks
 from lightning_ft._lock import DirectoryLock
 from lightning_ft._same_directory import require_same_directory
+from lightning_ft._starts import StartCounter
 from lightning_ft._two_tiers import LocalTier
-from lightning_ft.discovery import list_checkpoints, start_of
+from lightning_ft.discovery import list_checkpoints, start_of, verify
 from lightning_ft.errors import CheckpointError
 from lightning_ft.events import Committed, Event
 from lightning_ft.manifest import CheckpointInfo, Manifest
@@ -47,6 +48,7 @@ class Tiers:
         retention: What stays in it.
         local: The directory in front of it, if there is one.
         plugin: Our plugin; None if the user gave another one, which then has one directory.
+        give_up_after: See `_starts.StartCounter`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Tiers:
         retention: Retention,
         local: LocalTier | None,
         plugin: FaultTolerantCheckpointIO | None,
+        give_up_after: int | None = None,
     ) -> None:
         self.dirpath = dirpath
         self.local = local
@@ -69,6 +72,10 @@ class Tiers:
         self._newest: tuple[str, Manifest] | None = None  # of the local directory; only the writer thread looks
         # A full read back is the only way to know a checkpoint better than its listing does.
         read = plugin is not None and plugin.verify_after_write == "full"
+        storages = {dirpath: Storage(self._options)} if plugin is not None else {}
+        if local is not None:
+            storages[local.dirpath] = Storage()
+        self.starts = StartCounter(storages, give_up_after)
         self._trust = Trust(self._options) if read else None
         self._local_trust = Trust(None) if read else None
 
@@ -132,6 +139,7 @@ class Tiers:
         if self.local is not None:
             local_names, local_start = start_of(self.local.dirpath)
             names, start = names | local_names, max(start, local_start)
+        self.starts.open(names)
         return names, start, uuid.uuid4().hex
 
     def _open_one(self, dirpath: str, storage: Storage) -> None:
@@ -140,6 +148,14 @@ class Tiers:
         lock.acquire()
         self._locks.append(lock)
         storage.remove_leftovers(dirpath)
+
+    def start_from(self, path: str) -> None:
+        """The fit is about to be started from `path`, which "last" has chosen. Ranks: zero."""
+        if self._plugin is None or not self.has(path):
+            return
+        info = verify(path, "listed", None if self.is_local(path) else self._options)
+        if info.manifest is not None:
+            self.starts.begin(info.manifest.generation, info.name)
 
     def close(self) -> None:
         """The directories are free for others."""
@@ -189,14 +205,8 @@ class Tiers:
             upload: Whether it is due in `dirpath` too, if it was written locally.
         """
         if self.local is None:
-            return partial(self._rotate, path, run_id)
+            return partial(self._after_only, path, run_id)
         return partial(self._after_local, path, run_id, upload)
-
-    def _rotate(self, path: str, run_id: str, manifest: Manifest) -> None:
-        rotate(
-            self.dirpath, path, run_id, self._retention, self._options, manifest,
-            pinned=self._pins(self.dirpath), trust=self._trust,
-        )  # fmt: skip
 
     def upload(self, path: str, run_id: str) -> None:
         """The local checkpoint `path`, which was saved before or is being saved, will be in `dirpath`, if it is not.
@@ -226,8 +236,30 @@ class Tiers:
             _log.warning("%s is not uploaded: %s is another checkpoint, or damaged", path, target)
         return True
 
+    def _after_only(self, path: str, run_id: str, manifest: Manifest) -> None:
+        self.starts.progress()
+        self._rotate(path, run_id, manifest)
+
+    def _rotate(self, path: str, run_id: str, manifest: Manifest) -> None:
+        """The directory of the run holds what its policy keeps."""
+        given_up = self.starts.given_up
+        removed = rotate(
+            self.dirpath,
+            path,
+            run_id,
+            self._retention,
+            self._options,
+            manifest,
+            pinned=self._pins(self.dirpath),
+            given_up=given_up,
+            trust=self._trust,
+        )
+        if given_up:
+            self.starts.forget(removed)
+
     def _after_local(self, path: str, run_id: str, upload: bool, manifest: Manifest) -> None:
         self._newest = path, manifest
+        self.starts.progress()
         if upload:
             self._ask_for_upload(path, run_id, manifest)
         self._rotate_local(run_id)
@@ -253,7 +285,8 @@ class Tiers:
         done = set() if uploaded is None else {_names.join(self.local.dirpath, _names.split(uploaded)[1])}
         rotate(
             self.local.dirpath, newest, run_id, self.local.retention, None, manifest,
-            pinned=(self._plugin.uploads.sources - done) | self._pins(self.local.dirpath), trust=self._local_trust,
+            pinned=(self._plugin.uploads.sources - done) | self._pins(self.local.dirpath),
+            given_up=self.starts.given_up, trust=self._local_trust,
         )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,11 @@ from lightning_ft._failure import Failure, take_failure
 from lightning_ft._read_back import ReadBackDepth
 from lightning_ft._uploads import Uploads
 from lightning_ft.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+GRACE_SECS = 300.0
+"""How long a run that has failed waits for what is being written. What takes longer is cut off, and never visible."""
 
 
 class Writers:
@@ -29,6 +36,8 @@ class Writers:
         self._verify_after_write = verify_after_write
         self._saves: Writer | None = None
         self._uploads: Uploads | None = None
+        self._deadline: float | None = None
+        self._abandoned = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_saves": None, "_uploads": None}
@@ -55,19 +64,43 @@ class Writers:
             yield self._uploads
             yield self.saves
 
+    def hurry(self) -> None:
+        """The run has failed: all waiting ends within `GRACE_SECS` from now, and what is not written then is lost."""
+        self._deadline = time.monotonic() + GRACE_SECS
+
+    def wait(self, deadline: float) -> bool:
+        """Whether everything submitted is durable, or recorded as failed, by then. Thread: any."""
+        return all(writer.drain(max(0.0, deadline - time.monotonic())) for writer in self._in_turn())
+
     def drain(self) -> None:
         """Everything submitted is durable, or recorded as failed. Blocks on: the writers."""
+        if self._deadline is not None:
+            self._drain_until(self._deadline)
+            return
         for writer in self._in_turn():
             writer.drain()
 
+    def _drain_until(self, deadline: float) -> None:
+        if self._abandoned or self.wait(deadline):
+            return
+        self._abandoned = True
+        unfinished = sorted({path for writer in self._in_turn() for path in writer.paths})
+        _log.error("not written within %g s of the failure, and given up: %s", GRACE_SECS, ", ".join(unfinished))
+        for writer in self._in_turn():
+            writer.abandon()
+
     def close(self) -> None:
-        """As `drain`, and no thread is left. Failures can still be taken."""
+        """As `drain`, and no thread is left but one that was given up. Failures can still be taken."""
+        self.drain()
+        if self._abandoned:
+            return
         for writer in self._in_turn():
             writer.close()
 
     def forget(self) -> None:
         """New ones are made when they are needed; what nobody has taken of the failures of these is lost."""
-        self._saves = self._uploads = None
+        self._saves = self._uploads = self._deadline = None
+        self._abandoned = False
 
     def holds(self, path: str) -> bool:
         """Whether a save or upload to `path` is queued or being written."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ft import _deal, _elastic, _rng
+from lightning_ft import _deal, _elastic, _headway, _rng
 from lightning_ft._digest import digest
 from lightning_ft._elastic import Change, DataRank
 from lightning_ft._kinds import is_stateful, kind_of, kind_of_dataset, leaves_by_itself, length_of
@@ -347,6 +347,7 @@ class Tracker:
                     f"{self._name} ({name}) ended after {count - 1} batches on replay, and {total} "
                     "had been trained: it does not repeat itself and keeps no state, so it cannot be resumed."
                 ) from None
+            _headway.made()
             if count % _PROGRESS_BATCHES == 0:
                 _log.warning("%s: %d of %d batches fetched again", self._name, count, total)
         if total and state["digest"] is None:

@@ -17,6 +17,8 @@
         ├── DivergenceError            the loss is bad, and a guard ends the run (also a SystemExit)
         ├── DirectoryInUseError        another live process writes into the directory
         └── RankFailure                another rank failed and said so
+            ├── RankLostError              ... or is late beyond its time, or gone without a word
+            └── PeerLostError              ... or is gone; ends the process with a code of its own (also a SystemExit)
 
 Every class survives pickling with its attributes and notes, because errors travel between ranks.
 """
@@ -26,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_ft.exit_codes import DIVERGED
+from lightning_ft.exit_codes import DIVERGED, PEER_LOST
 
 
 class FaultToleranceError(Exception):
@@ -194,3 +196,28 @@ class RankFailure(FaultToleranceError):
         super().__init__(f"rank {rank} failed: {message}")
         self.rank = rank
         self.message = message
+
+
+class RankLostError(RankFailure):
+    """A rank did not come where all ranks meet at every step; raised on those that did.
+
+    Attributes:
+        ranks: The ranks that are late or gone; empty if that cannot be told.
+        rank: The first of them; -1 if there is none.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], message: str) -> None:
+        FaultToleranceError.__init__(self, message)
+        self.ranks = ranks
+        self.rank = ranks[0] if ranks else -1
+        self.message = message
+
+
+class PeerLostError(RankFailure, SystemExit):
+    """Another rank failed or is gone in the middle of a fit; that one has the reason, and its traceback.
+
+    Uncaught, it ends the process with `exit_codes.PEER_LOST`, so that a scheduler can tell the rank that failed from
+    those that lost it. Python prints nothing then: it is in the log before it is raised.
+    """
+
+    code = PEER_LOST
