@@ -102,14 +102,18 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self._left_out = LeftOut(trainer, ranks, self._loaders)
         self._line.from_batch = _loops.progress(trainer).batch
-        fit = Fit(
-            trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
-            self._saves, self._tiers, self._loaders, self._left_out, self._line, self.go_back,
-            local_dirpath=None if settings.local is None else settings.local.dirpath,
-        )  # fmt: skip
-        self.watches = _guarding.watches(settings.guards, fit, start)
+        try:
+            self._left_out = LeftOut(trainer, ranks, self._loaders)
+            fit = Fit(
+                trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
+                self._saves, self._tiers, self._loaders, self._left_out, self._line, self.go_back,
+                local_dirpath=None if settings.local is None else settings.local.dirpath,
+            )  # fmt: skip
+            self.watches = _guarding.watches(settings.guards, fit, start)
+        except BaseException:
+            self._tiers.close()  # nobody closes a session that was never made
+            raise
         self._boundaries = Boundaries(
             trainer, settings, plugin, ranks, self._tiers, self._saves, self._ending, self.watches, lambda: self.run_id
         )
