@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_ft._names import KEY
 from lightning_ft._positions import by_position
+from lightning_ft._replicated import AS_FILE, as_saved, positions_of
 from lightning_ft._shards import Saved, Shards, leaves, with_values
 from lightning_ft._wrappers import plain_name
 
@@ -33,10 +34,17 @@ def assemble(
     shards.verify(shards.files_of(entries))
     checkpoint = shards.read_rest(weights_only)
     found = shards.read_objects(entries, weights_only, progress)
-    checkpoint["state_dict"] = {name: found[saved.key] for name, saved in shards.weights.items()}
-    checkpoint["state_dict"] |= with_values(shards.nested, found)
-    if shards.optimizers:
-        states = [with_values(tree, found) for tree in shards.optimizers]
+    weights = {name: found[saved.key] for name, saved in shards.weights.items()}
+    weights |= with_values(shards.nested, found)
+    states = [with_values(tree, found) for tree in shards.optimizers]
+    as_file = (checkpoint.get(KEY) or {}).pop(AS_FILE, None)
+    if as_file is not None:
+        checkpoint["state_dict"] = as_saved(weights, as_file)
+        if as_file["optimizers"]:  # an optimizer without any state stands for none
+            checkpoint["optimizer_states"] = [by_position(state, positions_of(state)) for state in states] or [{}]
+        return checkpoint
+    checkpoint["state_dict"] = weights
+    if states:
         order = _order(shards.weights, states, checkpoint)
         checkpoint["optimizer_states"] = [by_position(state, order) for state in states]
     return checkpoint

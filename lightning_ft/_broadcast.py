@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_ft import _headway
 from lightning_ft._dist import Ranks
 from lightning_ft.errors import ConfigurationError, RestoreError
 
@@ -123,10 +124,8 @@ class _Together(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         index, dtype = pid
-        storage = self._storages[index]
-        if dtype is None:
-            return storage
-        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        # Of dtypes that have no storage of their own torch, too, rebuilds tensors from a typed one, of bytes.
+        return torch.TypedStorage(wrap_storage=self._storages[index], dtype=dtype or torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _memory(size_bytes: int) -> torch.UntypedStorage:
@@ -137,6 +136,7 @@ def _send(ranks: Ranks, storages: list[torch.UntypedStorage]) -> None:
     """`storages` hold on every rank what they hold on rank 0."""
     bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cpu")
     for group in _messages(storages):
+        _headway.made()
         if len(group) == 1:
             ranks.fill_from_zero(group[0])
             continue

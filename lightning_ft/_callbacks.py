@@ -98,3 +98,14 @@ def restore_weight_averaging(trainer: pl.Trainer) -> None:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
             for group, values in zip(groups, kept, strict=True):
                 group.update(values)
+
+
+def add_to_checkpoints(trainer: pl.Trainer) -> bool:
+    """Whether something is put into checkpoints of which only its author knows when it changes."""
+    data = _loops.datamodule(trainer)
+    if data is not None and type(data).state_dict is not pl.LightningDataModule.state_dict:
+        return True
+    owners: list[Any] = [trainer.lightning_module, *_loops.callbacks(trainer)]
+    hooks = [type(owner).on_save_checkpoint for owner in owners]
+    known = (pl.LightningModule.on_save_checkpoint, pl.Callback.on_save_checkpoint)
+    return any(hook not in known and not hook.__module__.startswith("lightning_ft.") for hook in hooks)

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-import xxhash
-
 from lightning_ft._contents import has_checksums, opened, read_tail
-from lightning_ft._damage import CHUNK_BYTES, Damage, locate
+from lightning_ft._damage import Damage, locate
 from lightning_ft._names import is_local, normalise, split
+from lightning_ft._verified_file import digest_of
 from lightning_ft.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
@@ -179,16 +178,8 @@ def _has_checksums(file: BinaryIO, path: str) -> bool:
 
 
 def _digest(file: BinaryIO, size_bytes: int, progress: Callable[[int], None]) -> str:
-    state, left = xxhash.xxh3_128(), size_bytes
     file.seek(0)
-    while left:
-        chunk = file.read(min(left, CHUNK_BYTES))
-        if not chunk:
-            break  # another digest then: a file that ends early is damaged
-        state.update(chunk)
-        left -= len(chunk)
-        progress(len(chunk))
-    return state.hexdigest()
+    return digest_of(file, size_bytes, progress)[0]  # one that ends early is damaged, and has another
 
 
 def check_all(

@@ -32,6 +32,7 @@ def choose_for_all(
     local: LocalTier | None,
     fetched: Fetched,
     sharing: SharedVerification,
+    give_up_after: int | None,
 ) -> tuple[str | None, bool]:
     """What `choose` says on rank 0, on every rank; in a local directory only what every rank sees there.
 
@@ -45,11 +46,12 @@ def choose_for_all(
     """
 
     def decide(ask: Ask) -> tuple[str | None, bool]:
-        return choose(dirpath, depth, storage_options, local, sharing.verifying(ask, fetched.verify))
+        verifying = sharing.verifying(ask, fetched.verify)
+        return choose(dirpath, depth, storage_options, local, verifying, give_up_after)
 
     def decide_without_local(ask: Ask) -> tuple[str | None, bool]:
         verifying = sharing.verifying(ask, fetched.verify)
-        return _without_local(str(path), blind, dirpath, depth, storage_options, verifying)
+        return _without_local(str(path), blind, dirpath, depth, storage_options, verifying, give_up_after)
 
     path, ours = ranks.decide_with_help(decide, sharing.help_with)
     if local is None or path is None or _names.split(path)[0] != local.dirpath:
@@ -76,9 +78,10 @@ def _without_local(
     depth: discovery.Depth,
     storage_options: dict[str, Any] | None,
     verifying: Verifying,
+    give_up_after: int | None,
 ) -> tuple[str | None, bool]:
     reason = f"not seen by rank{'s' if len(blind) > 1 else ''} {', '.join(map(str, blind))}"
-    chosen = choose(dirpath, depth, storage_options, verifying=verifying)
+    chosen = choose(dirpath, depth, storage_options, verifying=verifying, give_up_after=give_up_after)
     if chosen[0] is None:
         raise NoUsableCheckpointError(dirpath, [(path, f"{reason}, and there is no other in dirpath")])
     _log.warning("passed over %s: %s; the run goes on from %s", path, reason, chosen[0])
@@ -91,6 +94,7 @@ def choose(
     storage_options: dict[str, Any] | None,
     local: LocalTier | None = None,
     verifying: Verifying = discovery.verify,
+    give_up_after: int | None = discovery.AS_RECORDED,
 ) -> tuple[str | None, bool]:
     """The checkpoint to continue from, and whether it is one of ours; None to start from the beginning.
 
@@ -104,12 +108,18 @@ def choose(
         ConfigurationError: The local directory holds checkpoints of something else.
     """
     if local is None:
-        selection = discovery.select(dirpath, depth, storage_options, verifying)
+        selection = discovery.select(dirpath, depth, storage_options, verifying, give_up_after)
     else:
         _two_tiers.require_own(local.dirpath, dirpath)
-        selection = _two_tiers.select(local.dirpath, dirpath, depth, storage_options, verifying)
+        selection = _two_tiers.select(local.dirpath, dirpath, depth, storage_options, verifying, give_up_after)
     for path, reason in selection.passed_over:
         _log.warning("passed over %s: %s", path, reason)
+    if selection.futile_starts and selection.chosen is not None:
+        _log.warning(
+            "the run was started %d times from %s, and as often as it may be from every one before it, and has saved "
+            "nothing: something else must be the cause. It goes on from the newest all the same",
+            selection.futile_starts, selection.chosen.path,
+        )  # fmt: skip
     if selection.chosen is not None:
         return selection.chosen.path, True
     reasons = list(selection.passed_over)

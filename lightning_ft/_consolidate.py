@@ -55,6 +55,8 @@ def consolidate(storage: Storage, source: str, target: str, progress: Progress) 
         ImportError: torch or safetensors is needed for this and not there.
     """
     sharded = not storage.is_file(source)
+    if not sharded:
+        storage.refuse_part(source)
     if target.endswith(".safetensors"):
         tensors, facts = (_weights_of_shards if sharded else _weights_of_file)(storage, source, progress)
         _write_safetensors(storage, target, tensors, facts)
@@ -212,7 +214,10 @@ def _contiguous() -> Any:
 def _write_safetensors(
     storage: Storage, target: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]
 ) -> None:
-    """Not through `Storage.open_attempt`, which commits archives only; by the same steps."""
+    """`target` holds `tensors` and, as metadata, `facts`; durable and replaced at once, as `Storage.open_attempt` does.
+
+    That commits archives only, so here are the same steps for another kind of file.
+    """
     try:
         from safetensors.torch import save, save_file
     except ImportError as error:
@@ -221,11 +226,7 @@ def _write_safetensors(
         ) from error
     metadata = {"format": "pt", **facts}
     if not is_local(target):
-        # A store publishes an object whole or not at all.
-        import fsspec
-
-        fs, _ = fsspec.core.url_to_fs(target, **storage.storage_options)
-        fs.pipe_file(target, save(dict(tensors), metadata))
+        storage.write_object(target, memoryview(save(dict(tensors), metadata)))
         return
     dirpath, name = split(target)
     make_dirs(dirpath)

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint file: its table of contents, and its pickle as descriptions. Needs no torch."""
+"""What is inside a checkpoint, file or directory: tables of contents, and pickles as descriptions. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO
 
-from lightning_ft._descriptions import DescriptionError, Path, TensorDescription, describe, dotted, leaves
+from lightning_ft._descriptions import DescriptionError, Path, TensorDescription, bytes_of, describe, dotted, leaves
 from lightning_ft.errors import CorruptCheckpointError
-from lightning_ft.manifest import TAIL_BYTES, Manifest, parse_tail
+from lightning_ft.manifest import METADATA, TAIL_BYTES, Manifest, parse_tail
 from lightning_ft.storage import Storage
 
 # What `zipfile` raises for bytes that make no sense to it.
@@ -83,6 +83,48 @@ def read_contents(storage: Storage, path: str) -> Contents:
     except DescriptionError as error:
         raise CorruptCheckpointError(path, f"data.pkl cannot be read: {error}") from error
     return contents
+
+
+@dataclass(frozen=True)
+class TensorInPieces:
+    """A tensor of a directory of shards."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: int
+    """In so many it lies in the files."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return bytes_of(self.dtype, self.shape)
+
+
+def read_table(storage: Storage, path: str) -> list[TensorInPieces]:
+    """Every tensor in the directory of shards `path`, in the order of its table; nothing of the table is executed.
+
+    Raises:
+        CorruptCheckpointError: There is no table that can be read.
+        OSError: It cannot be read.
+    """
+    with storage.open_file(path, METADATA) as file:
+        data = file.read(MAX_PICKLE_BYTES)
+    try:
+        root, _ = describe(data)
+        entries = root.state["state_dict_metadata"].items()
+        return [_in_pieces(name, entry.state) for name, entry in entries if entry.state and "size" in entry.state]
+    except (DescriptionError, AttributeError, KeyError, TypeError, ValueError) as error:  # it has another form
+        raise CorruptCheckpointError(path, f"{METADATA} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _in_pieces(name: Any, entry: dict[str, Any]) -> TensorInPieces:
+    properties = entry["properties"].state  # a tuple since torch 2.2
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    shape = tuple(entry["size"])
+    if not all(isinstance(extent, int) for extent in shape):
+        raise DescriptionError(f"{name} has the shape {shape}")
+    return TensorInPieces(str(name), str(dtype).rpartition(".")[2], shape, len(entry["chunks"]))
 
 
 def read_tail(file: BinaryIO, path: str) -> tuple[int, Manifest | None]:

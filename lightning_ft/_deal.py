@@ -53,7 +53,7 @@ def _batch_size(loader: DataLoader[Any]) -> int:
 def _own_sampler(sampler: Any) -> Any:
     """The user's sampler, within the one that Lightning puts around it for several ranks; None if there is none."""
     if _wraps(sampler):
-        return sampler.dataset._sampler
+        return sampler.dataset._sampler  # private to Lightning (2.5.5 to 2.6), which has no other way to it
     return None if type(sampler) in (DistributedSampler, RandomSampler, SequentialSampler) else sampler
 
 

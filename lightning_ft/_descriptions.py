@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,6 +37,11 @@ _DTYPE_OF_STORAGE = {
 }  # fmt: skip
 
 
+def bytes_of(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of the elements of a tensor; one for each, if the dtype is not known."""
+    return math.prod(shape) * _ITEM_BYTES.get(dtype, 1)
+
+
 class DescriptionError(Exception):
     """A pickle cannot be described: it is damaged, or built as torch builds none."""
 
@@ -60,7 +65,7 @@ class StorageDescription(_Unchangeable):
     @property
     def size_bytes(self) -> int:
         """Size of the record."""
-        return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+        return bytes_of(self.dtype, (self.numel,))
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class TensorDescription(_Unchangeable):
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements; its storage may be larger, and shared."""
-        return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+        return bytes_of(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)

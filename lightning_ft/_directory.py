@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -36,6 +37,8 @@ from lightning_ft.manifest import (
     is_plain_name,
     seal_directory,
 )
+
+_log = logging.getLogger(__name__)
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # A kernel, a C library or a file system that cannot exchange two names.
@@ -74,7 +77,7 @@ class FileAttempt(HashedFile):
 class DirectoryAttempt(ABC):
     """A directory being written, found by every rank under the same name, no checkpoint before `commit`.
 
-    Thread: any; the files of one rank may be written at the same time.
+    Thread: one, any.
 
     Attributes:
         path: The final name.
@@ -102,8 +105,8 @@ class DirectoryAttempt(ABC):
         """The checkpoint is whole and durable under its final name, or this raises; the attempt is over.
 
         Ranks: zero, after every rank has finished its files. Thread: writer. Blocks on: the disk or the store.
-        On disk after: the checkpoint. After an error nothing under the final name, or, if only the last sync failed,
-        the whole checkpoint.
+        On disk after: the checkpoint. After an error what had the final name before, in a store nothing; or, if only
+        the last sync failed, the whole checkpoint.
 
         Args:
             manifest: With all `files`; its size and digest are set here.
@@ -215,8 +218,12 @@ class LocalDirectoryAttempt(DirectoryAttempt):
         emit(Renamed(self.path))
         sync_dir(self._dirpath)  # The commit: from here on the checkpoint survives everything.
         if replaced is not None:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 remove_local(replaced)
+            except FileNotFoundError:
+                pass  # another process took it for abandoned
+            except OSError as error:  # no reason to call the save failed: it is committed
+                _log.warning("%s: %s stays until the next start: %s", self.path, replaced, error)
 
     def _rename(self, manifest: Manifest) -> str | None:
         """The attempt has its final name; returns the hidden one of what had that before."""
@@ -234,7 +241,11 @@ class LocalDirectoryAttempt(DirectoryAttempt):
         # A kill in between leaves neither under the name: the old one is then deleted at the next start.
         hidden = join(self._dirpath, deleted_name(split(self.path)[1], secrets.token_hex(8)))
         os.rename(self.path, hidden)
-        os.rename(self.attempt, self.path)
+        try:
+            os.rename(self.attempt, self.path)
+        except BaseException:
+            os.rename(hidden, self.path)
+            raise
         return hidden
 
     def abort(self) -> None:

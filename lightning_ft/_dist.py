@@ -6,6 +6,7 @@ collectives. With one process every function works unchanged and no group exists
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 from collections.abc import Callable
@@ -52,16 +53,16 @@ class Ranks:
         if self._group is None:
             return [value]
         gathered: list[Any] | None = [None] * self.world_size if self.is_zero else None
-        dist.gather_object(value, gathered, dst=0, group=self._group)
-        return gathered
+        dist.gather_object(_packed(value), gathered, dst=0, group=self._group)
+        return None if gathered is None else list(map(_unpacked, gathered))
 
     def all_gather(self, value: _T) -> list[_T]:
         """Every rank holds every rank's value, in rank order. Blocks on: all ranks."""
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        dist.all_gather_object(gathered, _packed(value), group=self._group)
+        return list(map(_unpacked, gathered))
 
     def decide(self, decision: Callable[[], _T]) -> _T:
         """`decision` ran on rank 0 alone and every rank holds its result, or raises the error it raised.
@@ -76,19 +77,19 @@ class Ranks:
         if self._group is None:
             return decision()
         answer, error = self._asked(decision)
-        message: list[Any] = [answer]
+        message: list[Any] = [_packed(answer)]
         dist.broadcast_object_list(message, src=0, group=self._group)
-        return _answered(message[0], error)  # type: ignore[no-any-return]
+        return _answered(answer if self.is_zero else _unpacked(message[0]), error)  # type: ignore[no-any-return]
 
     def distribute(self, decision: Callable[[], list[_T]]) -> _T:
         """As `decide`, but every rank holds its own item of the list that `decision` returned, in rank order."""
         if self._group is None:
             return decision()[0]
         (kind, value), error = self._asked(decision)
-        messages = [(kind, item) for item in (value if kind == "value" else [value] * self.world_size)]
+        messages = [_packed((kind, item)) for item in (value if kind == "value" else [value] * self.world_size)]
         message: list[Any] = [None]
         dist.scatter_object_list(message, messages if self.is_zero else None, src=0, group=self._group)
-        return _answered(message[0], error)  # type: ignore[no-any-return]
+        return _answered(_unpacked(message[0]), error)  # type: ignore[no-any-return]
 
     def _asked(self, decision: Callable[[], Any]) -> tuple[tuple[str, Any], Exception | None]:
         """What rank 0 has to tell the others, and what it raises itself when it has told them."""
@@ -96,7 +97,7 @@ class Ranks:
             return ("", None), None
         try:
             answer = ("value", decision())
-            pickle.dumps(answer)  # an error while it is sent would leave the others waiting
+            _unpacked(_packed(answer))  # an error while it is sent, or on arrival, would leave ranks waiting
         except Exception as e:
             ours = isinstance(e, FaultToleranceError) and _travels(e)
             return ("error", e if ours else RankFailure(0, f"{type(e).__name__}: {e}")), e
@@ -219,3 +220,35 @@ def _travels(error: Exception) -> bool:
     except Exception:  # whatever a user's class does when pickled; its text is sent instead
         return False
     return True
+
+
+class _Pickler(pickle.Pickler):
+    """Packs tensors of every dtype.
+
+    In torch's own way nobody can unpack those whose dtype has no storage class: small floats, and unsigned integers of
+    more than one byte.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.UntypedStorage) or value.device.type != "cpu":
+            return NotImplemented
+        return _storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(value).numpy().tobytes(),)
+
+
+def _storage(data: bytes) -> torch.TypedStorage:
+    """What torch rebuilds tensors of these dtypes from."""
+    memory = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+    if data:  # of nothing torch makes no tensor
+        memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    storage = memory.untyped_storage()
+    return torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _packed(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return pickle.loads(data)  # noqa: S301  # of a rank of this run

@@ -283,9 +283,10 @@ class Filling:
             positions.append(list(range(count, count + len(now["params"]))))
             count += len(now["params"])
         by_name: dict[str, Any] = {}
+        known = set(saved_names.values())
         for key, values in tree["state"].items():
             name = saved_names.get(key, self._places.canonical(key) if isinstance(key, str) else key)
-            if name not in saved_names.values():
+            if name not in known:
                 raise RestoreError(f"{where}: its state of {key} finds no place: no optimizer of this run has it")
             by_name[name] = values
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -313,8 +314,9 @@ class Filling:
                 raise RestoreError(f"{where}: {len(saved)} parameters were saved, this run has {len(present)}")
             return dict(zip(saved, present, strict=True))
         matched = {name: self._places.canonical(name) for name in saved}
-        gone = [name for name in matched.values() if name not in present]
-        new = [name for name in present if name not in matched.values()]
+        then, now = set(matched.values()), set(present)
+        gone = [name for name in matched.values() if name not in now]
+        new = [name for name in present if name not in then]
         if gone or new:
             raise RestoreError(f"{where}: parameters differ from the saved ones: missing {gone}, new {new}")
         return matched
@@ -330,7 +332,7 @@ class Filling:
 
         def value(key: str | int, tree: Any) -> Any:
             if isinstance(tree, dict):
-                return {name: value(name, child) for name, child in tree.items()}
+                return {inner: value(inner, child) for inner, child in tree.items()}
             if isinstance(tree, list):
                 return [value(key, child) for child in tree]
             if _is_cut(key, tree, place):

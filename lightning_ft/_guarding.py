@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lightning_ft import _loops
+from lightning_ft import _hang, _loops
+from lightning_ft._chronicle import Chronicle
+from lightning_ft._divergence_watch import DivergenceWatch
+from lightning_ft._hang import HangWatch
+from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
-from lightning_ft.guards import Guard
+from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
 
 
-def watches(guards: Sequence[Guard], fit: Fit) -> Watches:
-    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order."""
-    return Watches([_Polled(guards, fit)] if guards else [])
+def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
+    """`guards` are at work in `fit`, once they are opened. Ranks: all, with the same guards in the same order.
+
+    Args:
+        guards: What the user asked for.
+        fit: The fit.
+        start: Its ordinal among those into this directory.
+    """
+    # Hangs are watched for as long as anything else is at work, so that one is closed last.
+    found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
+    found += [Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard)]
+    found += [DivergenceWatch(guard, fit) for guard in guards if isinstance(guard, DivergenceGuard)]
+    if polled := [guard for guard in guards if isinstance(guard, Guard)]:
+        found.append(_Polled(polled, fit))
+    if fit.plugin is not None and fit.ranks.is_zero:
+        found.append(Chronicle(fit, fit.plugin, start))
+    return Watches(found)
+
+
+def arm(guards: Sequence[Any]) -> None:
+    """What has to be on guard before any other rank is waited for is. Local; `disarm` ends it."""
+    for guard in guards:
+        if isinstance(guard, HangGuard):
+            _hang.arm(guard)
+
+
+def disarm() -> None:
+    """Nothing of a fit that has ended, or never began, is on guard any more."""
+    _hang.disarm()
 
 
 class _Polled(Watch):

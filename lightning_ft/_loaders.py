@@ -213,6 +213,11 @@ class TrackedLoaders:
         if _loops.batches_ahead(self._trainer):
             self._trained, self._fetched = self._fetched, self._now(epoch_over=False)
 
+    def batch_indices(self) -> list[Any]:
+        """Per loader, what its dataset was asked for to make the batch at hand; None where nobody knows."""
+        ahead = _loops.batches_ahead(self._trainer)
+        return [tracker.indices(ahead) for tracker in self._trackers]
+
     def positions(self, *, epoch_over: bool, noted: bool) -> list[dict[str, Any]]:
         """Where each loader stands after the batch trained last.
 

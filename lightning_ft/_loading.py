@@ -61,10 +61,14 @@ class Loading:
 
         Raises:
             FileNotFoundError: There is nothing.
+            CheckpointError: There is one file of a directory.
         """
         if not self._storage.exists(path):
             raise FileNotFoundError(f"checkpoint not found: {path}")
-        return not self._storage.is_file(path)
+        if not self._storage.is_file(path):
+            return True
+        self._storage.refuse_part(path)
+        return False
 
     def open_shards(self, path: str) -> Shards:
         """The directory `path`, to be read in parts and closed; only its ``.metadata`` is verified yet.

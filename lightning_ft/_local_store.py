@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -13,11 +13,13 @@ from typing import BinaryIO, cast
 from lightning_ft._attempt import LocalAttempt
 from lightning_ft._directory import LocalDirectoryAttempt
 from lightning_ft._disk_file import hold, local_sizes, make_dirs, remove_local, sync_dir
-from lightning_ft._names import deleted_name, join, parse_leftover, probe_name, split
+from lightning_ft._names import attempt_name, deleted_name, join, parse_leftover, probe_name, split
 from lightning_ft._objects import Entry
 from lightning_ft._threaded_file import ThreadedFile
 from lightning_ft.events import DeleteHidden, emit
 from lightning_ft.manifest import TAIL_BYTES
+
+_log = logging.getLogger(__name__)
 
 
 class LocalStore:
@@ -104,6 +106,14 @@ class LocalStore:
             file.flush()
             os.fsync(file.fileno())
 
+    def replace(self, path: str, data: bytes) -> None:
+        """The file `path` holds `data`, durably; at every moment there is the one before, or this one."""
+        dirpath, name = split(path)
+        attempt = join(dirpath, attempt_name(name, secrets.token_hex(8)))
+        self.put(attempt, data)
+        os.replace(attempt, path)
+        sync_dir(dirpath)
+
     def remove_file(self, path: str) -> None:
         """The file `path` is gone; raises FileNotFoundError if there was none."""
         os.unlink(path)
@@ -113,25 +123,20 @@ class LocalStore:
         remove_local(path)
 
     def remove_abandoned(self, dirpath: str) -> list[str]:
-        """Attempts in `dirpath` that no living process holds are gone; returns their paths."""
+        """Attempts in `dirpath` that no living process holds are gone, as far as we may; returns their paths."""
         removed = []
         for name in sorted(os.listdir(dirpath)):
             leftover = parse_leftover(name)
             if leftover is None or leftover.kind != "attempt":
                 continue
             path = join(dirpath, name)
-            # Committed or cleared away by another process since it was listed.
-            with contextlib.suppress(FileNotFoundError):
-                directory = os.path.isdir(path)
-                # A lock by way of NFS needs write access, which a directory does not give: there it stays.
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY if directory else os.O_RDWR)
-                try:
-                    if not hold(fd):
-                        continue
-                    remove_local(path)
-                finally:
-                    os.close(fd)
-                removed.append(path)
+            try:
+                if _removed_if_abandoned(path):
+                    removed.append(path)
+            except FileNotFoundError:
+                pass  # committed or cleared away by another process since it was listed
+            except OSError as error:  # another user's, say: no reason not to train
+                _log.warning("%s: left by a save that was killed, and cannot be removed: %s", path, error)
         return removed
 
     def remove_uploads(self, dirpath: str) -> list[str]:
@@ -147,3 +152,16 @@ class LocalStore:
         os.replace(path, renamed)
         sync_dir(dirpath)
         os.unlink(renamed)
+
+
+def _removed_if_abandoned(path: str) -> bool:
+    """Whether no living process held the attempt `path`, which is gone then."""
+    # A lock by way of NFS needs write access, which a directory does not give: there it stays.
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY if os.path.isdir(path) else os.O_RDWR)
+    try:
+        if not hold(fd):
+            return False
+        remove_local(path)
+    finally:
+        os.close(fd)
+    return True

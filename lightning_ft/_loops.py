@@ -14,6 +14,7 @@ before_epoch       before ``fit_loop.on_advance_start``   everything is restored
 epoch_runs         after ``epoch_loop.on_run_start``      the first batch is about to be asked for
 after_batch        after ``*_optimization.run``            forward, backward and optimizer step are over
 after_step         after ``epoch_loop.on_advance_end``    the step, its hooks and its validation are over
+leaves_epoch       before ``fit_loop.on_advance_end``      no further batch of the epoch is trained
 after_epoch        after ``fit_loop.on_advance_end``      the epoch, its hooks and its schedulers are over
 =================  =====================================  ==================================================
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ft import _elastic
@@ -48,6 +51,7 @@ class Hooks(Protocol):
     def epoch_runs(self) -> None: ...
     def after_batch(self) -> None: ...
     def after_step(self) -> None: ...
+    def leaves_epoch(self) -> bool: ...
     def after_epoch(self) -> None: ...
 
 
@@ -69,6 +73,7 @@ def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
         around(epoch_loop, "on_advance_end", after=hooks.after_step),
         around(fit_loop, "on_advance_end", before=hooks.after_batch),  # of an epoch that a batch not trained has ended
         around(fit_loop, "on_advance_end", before=partial(_uncount_end_of_data, trainer), after=hooks.after_epoch),
+        around(fit_loop, "on_advance_end", before=partial(_leave_epoch, hooks)),
     ]
 
     def remove() -> None:
@@ -119,6 +124,21 @@ def replaced(target: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
+def before_backward(trainer: pl.Trainer, call: Callable[[Tensor], None]) -> Callable[[], None]:
+    """`call` gets every loss before it is differentiated, until the returned function is called.
+
+    As it is: what Lightning's own hook of that kind gets is multiplied by the scale of a `GradScaler`.
+    """
+    strategy = trainer.strategy
+    original = strategy.backward
+
+    def backward(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        call(closure_loss)
+        return original(closure_loss, *args, **kwargs)
+
+    return replaced(strategy, "backward", backward)
+
+
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """The callbacks of the trainer."""
     return trainer.callbacks  # type: ignore[attr-defined,no-any-return]  # set outside of its class
@@ -143,6 +163,12 @@ def progress(trainer: pl.Trainer) -> Progress:
         last_batch=bool(batches.is_last_batch) or batches.current.ready >= trainer.num_training_batches,
         epoch_over=0 < epochs.current.started == epochs.current.processed,
     )
+
+
+def collective_timeout(trainer: pl.Trainer) -> timedelta | None:
+    """How long a collective of the training may take (``DDPStrategy(timeout=...)``); None if nobody said."""
+    timeout = getattr(trainer.strategy, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def data_rank(trainer: pl.Trainer) -> tuple[int, int]:
@@ -186,6 +212,50 @@ def stop_now(trainer: pl.Trainer) -> None:
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = 0
     trainer.fit_loop.epoch_loop.min_steps = None
+
+
+def end_validation(trainer: pl.Trainer) -> None:
+    """After a validation that an exception has ended, training goes on; its results are nobody's."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    trainer._logger_connector.epoch_end_reached()
+    loop._logged_outputs = []
+    loop._results.reset()
+    loop._on_evaluation_model_train()
+
+
+def finish_step(trainer: pl.Trainer) -> None:
+    """What is left of the step trained last is done: the validation, whatever the time, and what follows it."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    undo = replaced(epoch_loop, "_should_check_val_fx", lambda data_fetcher: True)
+    validation = around(epoch_loop.val_loop, "run", before=undo)
+    try:
+        epoch_loop.on_advance_end(trainer.fit_loop._data_fetcher)
+    finally:
+        validation()
+        undo()
+    epoch_loop.on_iteration_done()
+
+
+def leave_out_signal_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
+    """Lightning does not tell all ranks of a SIGTERM on rank 0 before every batch, until the returned function.
+
+    That is a collective on the group of the training, and on a GPU a synchronisation, in each step (from 2.6 on).
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if not hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+        return lambda: None
+    return replaced(epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def update_no_more_schedulers(trainer: pl.Trainer) -> Callable[[], None]:
+    """Plateau schedulers, whose metric may be one that is missing, stay as they are until the returned function."""
+    return replaced(trainer.fit_loop.epoch_loop, "update_lr_schedulers", lambda *args, **kwargs: None)
+
+
+def _leave_epoch(hooks: Hooks) -> None:
+    """If they say so, training ends without the end of its epoch: hooks, metrics and schedulers of that."""
+    if hooks.leaves_epoch():
+        raise StopIteration  # what the loop itself takes for the end of training
 
 
 def _uncount_end_of_data(trainer: pl.Trainer) -> None:

@@ -107,5 +107,5 @@ def _reduce(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     if len({digest(v) for v in values}) == 1:
         return values[0]
     if reduction is None:
-        raise TypeError("it says not how to merge it")
+        raise TypeError("it does not say how to merge it")
     return reduction(torch.stack(values))

@@ -17,9 +17,13 @@ KEY = "lightning_ft"
 FORMAT_VERSION = 1
 LOCK_NAME = ".lightning_ft.lock"
 ORIGIN_NAME = ".lightning_ft.dirpath"
+STARTS_NAME = ".lightning_ft.starts"
 PROBE_PREFIX = ".lightning_ft.probe."
+SAVE_NOW = "SAVE_NOW"
+"""Made by the user, to ask for a save."""
 SUFFIX = ".ckpt"
 
+_EMERGENCY = re.compile(r"diverged-step=([0-9]{8,})(?:-v([1-9][0-9]*))?\.ckpt")
 _CHECKPOINT = re.compile(r"step=([0-9]{8,})(?:-v([1-9][0-9]*))?\.ckpt")
 _LEFTOVER = re.compile(r"\.(?P<name>[^/]+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>attempt|deleted)")
 _PROBE = re.compile(re.escape(PROBE_PREFIX) + r"(?P<token>[0-9a-f]{16})")
@@ -43,6 +47,19 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     step, version = int(match[1]), int(match[2] or 0)
     # A ninth digit is only ours if the number needs it: two names for one step could not be told apart.
     return (step, version) if checkpoint_name(step, version) == name else None
+
+
+def emergency_name(step: int, names: Iterable[str]) -> str:
+    """`diverged-step=00001000.ckpt`, or with the lowest version that makes it none of `names`."""
+    taken, version = set(names), 0
+    while (name := f"diverged-{checkpoint_name(step, version)}") in taken:
+        version += 1
+    return name
+
+
+def parse_emergency_name(name: str) -> tuple[int, int] | None:
+    """The (step, version) of a name that `emergency_name` makes, None for every other name."""
+    return parse_checkpoint_name(name.removeprefix("diverged-")) if _EMERGENCY.fullmatch(name) else None
 
 
 IN_SIGHT = 2

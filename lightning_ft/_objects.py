@@ -185,8 +185,12 @@ class ObjectStore:
                 self.remove_tree(path)
 
     def put(self, path: str, data: bytes) -> None:
-        """The object `path` is `data`."""
+        """The small object `path` is `data`."""
         self.calls.call(path, "pipe_file", path, data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """The object `path` is `data`; one before it was there until then."""
+        self.put(path, data)
 
     def mark(self, path: str) -> None:
         """There is an object `path` with nothing to read: its name says it all."""
@@ -209,11 +213,15 @@ class ObjectStore:
         """
         if manifest.is_exclusive(split(path)[0]) and self.exists(path):
             raise SaveError(f"{split(path)[0]}: there is another checkpoint of this name, which was not touched", path)
-        sink = self.open_sink(path)
+        self.write(path, memoryview(sealed))
+
+    def write(self, path: str, data: memoryview) -> None:
+        """The object `path` is `data`, of any size, in place of what it was: to readers at once, or not at all."""
+        sink = self.open_sink(path, data.nbytes)
         try:
-            sink.append(memoryview(sealed))
+            sink.append(data)
             sink.complete()
-            sink.publish(len(sealed))
+            sink.publish(data.nbytes)
         finally:
             sink.discard()
 

@@ -57,6 +57,7 @@ class IndexSource:
         seed_of: Seed of the n-th item of the pass, or None to hand out bare indices.
         skip: How many items of the pass were trained already; their indices are drawn and dropped.
         instead: What a pass is drawn from; default: `base`.
+        drawn: Called with the number of each item, from 0 on in the pass, and the item.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class IndexSource:
         seed_of: Callable[[int], int] | None,
         skip: Callable[[], int],
         instead: Callable[[], Any] | None = None,
+        drawn: Callable[[int, Any], None] | None = None,
     ) -> None:
         self._base = base
         self._instead = instead
+        self._drawn = drawn
         self._new_stream = new_stream
         self._seed_of = seed_of
         self._skip = skip
@@ -91,6 +94,8 @@ class IndexSource:
                     item = next(items)
                 except StopIteration:
                     return
+            if self._drawn is not None:
+                self._drawn(ordinal, item)
             yield item if self._seed_of is None else Seeded(item, self._seed_of(ordinal))
             ordinal += 1
 

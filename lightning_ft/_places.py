@@ -170,6 +170,10 @@ class Places:
         return self.alias_of.get(name, name)
 
     def _add_flattened(self, root: nn.Module) -> None:
+        """The parameters that FSDP has flattened. Handles and what they note are private to torch, here as of 2.13.
+
+        Nothing public says which elements of a parameter are on which rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 
         for prefix, module in root.named_modules():

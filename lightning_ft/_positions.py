@@ -1,4 +1,4 @@
-"""Optimizer state by position, as files hold it, from optimizer state by name, as directories do."""
+"""Optimizer state by position, as files hold it, and by name, as directories do: each from the other."""
 
 from __future__ import annotations
 
@@ -22,11 +22,29 @@ def by_position(state: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
         {**group, "params": [positions[plain_name(name)] for name in group["params"]]}
         for group in state["param_groups"]
     ]
-    values = {positions[plain_name(name)]: _with_numbers(of_name) for name, of_name in state["state"].items()}
+    values = {positions[plain_name(name)]: with_numbers(of_name) for name, of_name in state["state"].items()}
     return {"state": dict(sorted(values.items())), "param_groups": groups}
 
 
-def _with_numbers(tree: Any) -> Any:
+def by_name(state: dict[str, Any], names: Sequence[Any]) -> dict[str, Any]:
+    """`state`, as an optimizer gives it, with `names` instead of positions; what belongs to no parameter stays.
+
+    Args:
+        state: ``Optimizer.state_dict()``.
+        names: Of the parameters of all groups, one after the other.
+    """
+    positions = [position for group in state["param_groups"] for position in group["params"]]
+    named = dict(zip(positions, names, strict=True))
+    return {
+        **state,
+        "state": {named.get(position, position): values for position, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [named[position] for position in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def with_numbers(tree: Any) -> Any:
     """Keys of nested state that were numbers are numbers again: in a directory all keys are text."""
     if not isinstance(tree, dict):
         return tree
@@ -35,5 +53,5 @@ def _with_numbers(tree: Any) -> Any:
         name: Any = key
         with suppress(ValueError):
             name = int(key)
-        numbered[name] = _with_numbers(value)
+        numbered[name] = with_numbers(value)
     return numbered

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_ft import discovery
+from lightning_ft import _starts, discovery
 from lightning_ft._check import check
-from lightning_ft._names import parse_checkpoint_name
+from lightning_ft._names import STARTS_NAME, join, parse_checkpoint_name
 from lightning_ft.errors import NoUsableCheckpointError
 from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.retention import Decision, Retention, plan
@@ -66,9 +66,17 @@ def plan_pruning(
     assert newest.manifest is not None
     run_id = newest.manifest.run_id
     reasons = dict(selection.passed_over)
-    infos = [replace(info, problem=info.problem or reasons.get(info.path)) for info in infos]
-    judged, decisions = _judge(storage, infos, retention, run_id, newest.path, depth, progress)
+    starts = _starts.read(storage, dirpath) if storage.exists(join(dirpath, STARTS_NAME)) else _starts.Starts()
+    given_up = frozenset(starts.given_up(starts.limit))
+    infos = [
+        info if _is(info, given_up) else replace(info, problem=info.problem or reasons.get(info.path)) for info in infos
+    ]
+    judged, decisions = _judge(storage, infos, retention, run_id, newest.path, depth, progress, given_up)
     return Pruning(dirpath, newest, tuple(decisions), {info.path: info for info in judged})
+
+
+def _is(info: CheckpointInfo, given_up: frozenset[str]) -> bool:
+    return info.manifest is not None and info.manifest.generation in given_up
 
 
 def _judge(
@@ -79,14 +87,15 @@ def _judge(
     newest: str,
     depth: Literal["size", "full"],
     progress: Callable[[int], None],
+    given_up: frozenset[str],
 ) -> tuple[list[CheckpointInfo], list[Decision]]:
     """Every file that stays because it is among the last was read; one that proves broken gives its place away."""
     known = {newest}
     while True:
-        decisions = plan(infos, retention, run_id, newest, pinned=frozenset())
+        decisions = plan(infos, retention, run_id, newest, frozenset(), given_up)
         deletes = any(not decision.keep for decision in decisions)
         # Without the milestones, which stay besides and are not asked what they are worth.
-        last = plan(infos, Retention(retention.keep_last), run_id, newest, pinned=frozenset())
+        last = plan(infos, Retention(retention.keep_last), run_id, newest, frozenset(), given_up)
         kept = {decision.path for decision in last if decision.keep}
         open_questions = [
             info
@@ -96,6 +105,7 @@ def _judge(
             and info.manifest is not None
             and info.manifest.run_id == run_id
             and parse_checkpoint_name(info.name) is not None
+            and not _is(info, given_up)
         ]
         if not deletes or not open_questions or depth != "full":
             return infos, decisions

@@ -53,7 +53,7 @@ def read_back_file(storage: Storage, dirpath: str, name: str, written: FileRecor
     size_bytes = storage.size(path)
     if size_bytes != written.size_bytes:
         raise CorruptCheckpointError(path, f"has {size_bytes} bytes, {written.size_bytes} were written")
-    if depth == "full" and storage.read_digest(path, size_bytes) != written.digest:
+    if depth == "full" and not storage.holds(path, written):
         raise CorruptCheckpointError(path, "data is damaged: its digest does not match what was written")
 
 

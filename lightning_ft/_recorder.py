@@ -33,10 +33,13 @@ class Recorder(pl.Callback):
 
     Args:
         path: The file; one per rank.
+        summaries: Instead of a digest, write a few numbers about each tensor of weights and optimizer state, so that
+            two runs can be compared that are close and not equal.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, summaries: bool = False) -> None:
         self._path = path
+        self._of_state = _summary if summaries else digest
 
     def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
         line = json.dumps({"kind": kind, "key": key, "values": values}) + "\n"
@@ -58,9 +61,9 @@ class Recorder(pl.Callback):
             "batch": digest(batch),
             "output": _exact(outputs),
             "learning rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
-            "weights": digest(_weights(trainer, pl_module)),
+            "weights": self._of_state(_weights(trainer, pl_module)),
             "requires_grad": digest({n: p.requires_grad for n, p in pl_module.named_parameters()}),
-            "optimizer state": digest([_sorted(o.state_dict()) for o in trainer.optimizers]),
+            "optimizer state": self._of_state([_sorted(o.state_dict()) for o in trainer.optimizers]),
             "scheduler state": digest([_plain_state(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]),
             "random state": digest(_rng.capture()),
             "callbacks": {name: digest(_without_paths(state)) for name, state in callbacks.items()},
@@ -89,7 +92,7 @@ class Recorder(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One line: how it ended."""
         values = {
-            "weights": digest(_weights(trainer, pl_module)),
+            "weights": self._of_state(_weights(trainer, pl_module)),
             "global step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "metrics": {name: _exact(value) for name, value in sorted(trainer.callback_metrics.items())},
@@ -136,10 +139,12 @@ class KillSwitch(pl.Callback):
     Args:
         point: See `KillPoint`.
         rank: Of this process.
+        before: Called right before, in the thread that reached the point.
     """
 
-    def __init__(self, point: KillPoint, rank: int = 0) -> None:
+    def __init__(self, point: KillPoint, rank: int = 0, before: Callable[[], None] = lambda: None) -> None:
         self._place = _parse(point)
+        self._before = before
         self._left = self._place.count
         self._forget: Callable[[], None] | None = None
         self._here = self._place.rank in (None, rank)
@@ -150,14 +155,18 @@ class KillSwitch(pl.Callback):
         if type(event) is self._place.event:
             self._left -= 1
             if self._left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._kill()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The end of the batch that was named."""
         if self._here and self._place.event is None and _loops.progress(trainer).batch == self._place.count:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._kill()
+
+    def _kill(self) -> None:
+        self._before()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _weights(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -185,6 +194,20 @@ def _exact(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _exact(v) for k, v in value.items()}
     return digest(value) if value is not None else None
+
+
+def _summary(value: Any) -> Any:
+    """`value` with sum, sum of magnitudes, first and last element in place of each tensor, in double precision."""
+    if isinstance(value, Tensor):
+        flat = value.detach().reshape(-1).double().cpu() if value.numel() else None
+        if flat is None:
+            return []
+        return [float(x).hex() for x in (flat.sum(), flat.abs().sum(), flat[0], flat[-1])]
+    if isinstance(value, dict):
+        return {str(key): _summary(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_summary(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else digest(value)
 
 
 def _sorted(state: Any) -> Any:

@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ft import _callbacks, _compare, _loops, _merge, _metrics, _rng, _takeover, events, state
+from lightning_ft._before import Before
 from lightning_ft._compare import RestoreReport
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
@@ -44,6 +45,8 @@ def build_state(
     boundary: str,
     stopping: bool,
     seed: str | None,
+    guards: dict[str, Any],
+    before: Before | None = None,
 ) -> dict[str, Any]:
     """What a restart needs beyond Lightning's own dictionary. Complete on rank 0, which writes it.
 
@@ -58,17 +61,23 @@ def build_state(
         boundary: ``"step"`` or ``"epoch"`` at our own boundaries, ``"none"`` for saves of other callbacks.
         stopping: A guard stops this run, which a restart has to continue.
         seed: What the run was first seeded with.
+        before: Of the validation within which this is; what is saved is the state before it.
+        guards: What the guards of this rank know.
     """
     progress = _loops.progress(trainer)
     # At the last batch of an epoch the position within it is of no use any more: what comes next is a new pass.
-    epoch_over = boundary == "epoch" or progress.epoch_over or progress.last_batch
+    epoch_over = before is None and (boundary == "epoch" or progress.epoch_over or progress.last_batch)
+    own = before.own if before is not None else {
+        "rng": _rng.capture(),
+        "loaders": loaders.state(epoch_over=epoch_over, noted=boundary != "none"),
+        "metrics": _metrics.capture(trainer, tree),
+    }  # fmt: skip
     per_rank = ranks.gather(
         {
             "data_rank": {"rank": data_rank.rank, "size": data_rank.size},
-            "rng": _rng.capture(),
-            "loaders": loaders.state(epoch_over=epoch_over, noted=boundary != "none"),
-            "metrics": _metrics.capture(trainer, tree),
+            **own,
             "gradients": state.held_gradients(trainer.lightning_module),
+            "guards": guards,
         }
     )
     return {
@@ -85,7 +94,8 @@ def build_state(
         "fingerprint": _compare.fingerprint(trainer, loaders.describe(), ranks.world_size),
         "planned": _compare.planned(trainer),
         "seed": seed,
-        "reloads": _loops.reloads(trainer),
+        "reloads": _loops.reloads(trainer) if before is None else before.reloads,
+        "validation_due": before is not None,
         "should_stop": _loops.stopped_early(trainer) and not stopping,
     }
 
@@ -225,7 +235,8 @@ class Restore:
         _loops.restore_reloads(trainer, saved["reloads"])
         if saved["boundary"] == "epoch":
             _loops.continue_without_restart(trainer)
-        if saved["within_epoch"] and self._change is not None and not self._remade:
+        begins = all(position["epoch_over"] for position in of_rank.loaders["train"])  # with a validation due, maybe
+        if saved["within_epoch"] and not begins and self._change is not None and not self._remade:
             self.report.noted += self._loaders.count_batches()
         self._restore_random_state(of_rank)
         self.report.restored += ["random state", "data position", "metrics"]
@@ -239,14 +250,20 @@ class Restore:
         # With fewer ranks on a machine, a process may see fewer devices than it did.
         (self.report.missing if self._change is None else self.report.noted).extend(lost)
 
-    def epoch_runs(self) -> None:
-        """The first batch may be asked for: loops and loaders are as they were."""
+    def epoch_runs(self) -> bool:
+        """The first batch may be asked for: loops and loaders are as they were.
+
+        Returns:
+            Whether the validation of the step saved is still to be run, before that.
+        """
+        validation_due = self._saved is not None and self._saved.get("validation_due", False)
         if self._saved is not None:
             if self._saved["boundary"] == "step":
                 _loops.continue_without_restart(self._trainer)
             self._loaders.mark_consumed()
         self._loaders.resumed()
         self._saved = self._rank_state = None  # releases what of the checkpoint is still held
+        return bool(validation_due)
 
     def _say(self) -> None:
         path = self.report.path

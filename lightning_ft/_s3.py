@@ -1,7 +1,8 @@
 """Stores that speak S3, through the calls below s3fs: one request where a file interface takes several.
 
 s3fs brings credentials, sessions, endpoints and the event loop. It does not verify what it reads, keeps listings, and
-publishes a file in one thread, part after part.
+publishes a file in one thread, part after part. Its `_call_s3` is private; a version without it is used like any other
+file system of fsspec (see `Storage`).
 """
 
 from __future__ import annotations
@@ -156,7 +157,10 @@ class S3Store(ObjectStore):
         """Name and size in bytes of every file in the directory `path`; none if it does not exist."""
         bucket, key, _ = self.fs.split_path(path)
         pages = self._pages(path, Bucket=bucket, Prefix=f"{key}/", Delimiter="/")
-        found = [(item["Key"][len(key) + 1 :], item["Size"]) for page in pages for item in page.get("Contents", [])]
+        try:
+            found = [(item["Key"][len(key) + 1 :], item["Size"]) for page in pages for item in page.get("Contents", [])]
+        except FileNotFoundError:  # the bucket
+            return {}
         return {name: int(size_bytes) for name, size_bytes in found if name}
 
     def open_read(self, path: str) -> RangedFile:
@@ -207,7 +211,7 @@ class S3Store(ObjectStore):
         self.request(path, "delete_object", **self.place(path))
 
     def put(self, path: str, data: bytes) -> None:
-        """The object `path` is `data`."""
+        """The small object `path` is `data`."""
         self.request(path, "put_object", **self.place(path), Body=data)
 
     def make_directory(self, path: str) -> None:
@@ -245,7 +249,7 @@ class S3Store(ObjectStore):
             self.request(path, "delete_object", Bucket=bucket, Key=each)
 
     def remove_uploads(self, dirpath: str) -> list[str]:
-        """Uploads to checkpoints in `dirpath` that were begun `LEFTOVER_AGE` ago or earlier are gone."""
+        """Uploads to checkpoints in `dirpath`, or to files of one, begun `LEFTOVER_AGE` ago or earlier, are gone."""
         bucket, key, _ = self.fs.split_path(dirpath)
         prefix = f"{key.rstrip('/')}/" if key else ""
         arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
@@ -265,7 +269,8 @@ class S3Store(ObjectStore):
             now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
             for upload in page.get("Uploads", []):
                 name = upload["Key"][len(prefix) :]
-                ours = upload["Key"].startswith(prefix) and name.endswith(SUFFIX) and "/" not in name
+                checkpoint, _, file = name.partition("/")
+                ours = upload["Key"].startswith(prefix) and checkpoint.endswith(SUFFIX) and "/" not in file
                 if ours and now - upload["Initiated"] >= LEFTOVER_AGE:
                     self.abort_upload(f"{dirpath}/{name}", upload["UploadId"])
                     removed.append(f"{dirpath}/{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -59,11 +60,17 @@ class Saves:
         self._saved_at = time.monotonic()
         self.at_hand: tuple[str, str] | None = None
         """Reason and boundary of the save that is being made; None if that is somebody else's."""
+        self.emergency: dict[str, Any] | None = None
+        """What is known about the emergency that is being saved."""
 
     @property
     def secs_since_last(self) -> float:
         """How long ago the last save was made that `train_time_interval` counts from."""
         return time.monotonic() - self._saved_at
+
+    def has(self, progress: Progress) -> bool:
+        """Whether a save of this state was made, and has not failed as far as the ranks have heard."""
+        return progress.batch == self._saved_batch
 
     def start_clock(self) -> None:
         """Training begins, as far as `train_time_interval` is concerned."""
@@ -123,9 +130,44 @@ class Saves:
             self._uploaded_batch = progress.batch
             self._saved_at = time.monotonic()
 
+    def make_emergency(self, path: str, about: dict[str, Any], options: SaveOptions) -> bool:
+        """The state as it is, within a step perhaps, is durable under `path`, not to be resumed from; or that failed.
+
+        Ranks: all, wherever they are, as long as it is the same place. Blocks on: the write.
+
+        Args:
+            path: The same on all ranks.
+            about: What is to be known of it: plain data, the same on all ranks.
+            options: For the plugin.
+        """
+        self.at_hand, self.emergency = ("emergency", "none"), about
+        try:
+            self._trainer.save_checkpoint(path, False, options if self._plugin is not None else None)
+        finally:
+            self.at_hand = self.emergency = None
+        return self.drained()
+
+    def drained(self) -> bool:
+        """What was submitted is over; whether it is durable, too. Failures are logged. Blocks on: all ranks, writes."""
+        if self._plugin is None:
+            return True
+        self._plugin.drain()
+        durable = True
+        while any(self._ranks.all_gather(self._plugin.failed)):
+            failure = agreed_failure(self._ranks, self._plugin)
+            durable = False
+            if failure is not None and self._ranks.is_zero:
+                _log.error("%s", failure.error)
+        return durable
+
+    def go_back(self, path: str) -> None:
+        """Training goes on from the checkpoint `path`, as if nothing had been saved since."""
+        self._saved_batch = self._uploaded_batch = -1
+        self._tiers.pin(path)
+
     def _late(self) -> Late | None:
         # Who takes no copy, and a plugin that copies at once, need not look through the parameters.
-        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy)
+        copies = self._ranks.is_zero or saves_sharded(self._trainer.strategy, self._plugin)
         if self._plugin is None or not copies or not self._plugin.overlaps:
             return None
         return Late.of(self._tree, self._trainer.optimizers, self._trainer.global_step)

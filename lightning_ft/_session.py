@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 
-from lightning_ft import _callbacks, _guarding, _loops, _names, _rng, _surprises, events
-from lightning_ft._ballot import Vote
+from lightning_ft import (
+    _callbacks,
+    _emergency,
+    _guarding,
+    _leaving,
+    _loops,
+    _names,
+    _parallel_writes,
+    _rng,
+    _surprises,
+    events,
+)
+from lightning_ft._before import Before
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
 from lightning_ft._exceptions import Exceptions
+from lightning_ft._left_out import LeftOut
+from lightning_ft._line import Line, is_superseded
 from lightning_ft._loaders import TrackedLoaders
 from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
@@ -30,11 +41,15 @@ from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
 from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
+from lightning_ft._starts import is_no_fault
 from lightning_ft._tiers import Tiers
 from lightning_ft._two_tiers import LocalTier
+from lightning_ft._validation import Validation
+from lightning_ft._voting import Voting
 from lightning_ft._watch import Fit, Request
-from lightning_ft._written_by import saves_sharded
-from lightning_ft.guards import Guard
+from lightning_ft._written_by import saves_replicated, saves_sharded
+from lightning_ft.errors import SaveError
+from lightning_ft.guards import AnyGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
@@ -51,7 +66,8 @@ class Settings:
     retention: Retention
     local: LocalTier | None
     save_on_train_end: bool
-    guards: tuple[Guard, ...]
+    guards: tuple[AnyGuard, ...]
+    max_restarts_without_progress: int | None
     seed_workers: bool
     strict: bool
 
@@ -95,38 +111,56 @@ class Session:
         self._plugin = plugin
         self._ranks = ranks
         self._chosen = chosen
-        self._tiers = Tiers(dirpath, settings.retention, settings.local, plugin)
+        self._tiers = Tiers(dirpath, settings.retention, settings.local, plugin, settings.max_restarts_without_progress)
         self._restore: Restore | None = None
         self._undo: list[Callable[[], None]] = []
-        self._start, self._new_run_id = self._tiers.open(ranks)
+        start, self._new_run_id = self._tiers.open(ranks)
         self._continues = continues
-        self.run_id = continues or self._new_run_id
-        self._parent: str | None = None
+        self._line = Line(continues or self._new_run_id, start)
         self._seed = os.environ.get("PL_GLOBAL_SEED")
         progress = _loops.progress(trainer)  # not zero if the trainer has been fitted before
         self._pending = self._local_pending = Pending(LastSave(progress.step, progress.epochs))
         self._stopped_within_epoch = False
         self._stop: Request | None = None
-        self._epoch_begun = False
+        self._epoch_begun = self._finished = False
+        self._error: BaseException | None = None
         # One order for all ranks, whatever they were seeded with.
         root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
         self._data_rank = DataRank.among(places, ranks.rank)
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self.watches = _guarding.watches(settings.guards, Fit(trainer, ranks, dirpath, plugin, lambda: self.run_id))
-        self._vote = Vote(ranks.group, (*Saves.TOPICS, "time_due", *self.watches.topics))
-        self._votes: dict[str, int] = {}
+        self._left_out = LeftOut(trainer, ranks, self._loaders)
+        self._line.from_batch = progress.batch
+        fit = Fit(
+            trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._stop, settings.strict, self._saves,
+            self._tiers, self._loaders, self._left_out, self._line, self.go_back,
+            local_dirpath=None if settings.local is None else settings.local.dirpath,
+        )  # fmt: skip
+        self.watches = _guarding.watches(settings.guards, fit, start)
+        self.voting = Voting(trainer, ranks, self.watches, (*Saves.TOPICS, "time_due"), self._own_votes)
+        self._before: Before | None = None
+        self.validation = Validation(
+            trainer, self.voting.vote, self.watches, begins=self._validation_begins, needed=self._validation_needed,
+            heard=self.voting.note, left=self._validation_left,
+        )  # fmt: skip
         self._undo += [
-            self.news.install(), self._loaders.install(), _loops.install(trainer, self),
+            self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
-            compare_next_load(trainer, ranks),
+            compare_next_load(trainer, ranks), self._left_out.install(),
+            _loops.before_backward(trainer, self.voting.loss_known),
         ]  # fmt: skip
+        if self.watches.replaces_lightnings_signals:
+            self._undo.append(_loops.leave_out_signal_broadcast(trainer))
         if plugin is not None:
-            sharded = saves_sharded(trainer.strategy)
+            sharded = saves_sharded(trainer.strategy, plugin)
             plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
+            if saves_replicated(trainer.strategy, plugin):
+                self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
         self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id)
+        if chosen and ranks.is_zero:
+            self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
 
     def _submitted(self) -> tuple[int, int]:
         return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
@@ -135,15 +169,18 @@ class Session:
         if self._plugin is not None and self._ranks.is_zero:
             self._plugin.wait_for(path)
 
-    def finish(self) -> None:
-        """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
-        if self._restore is not None:
-            self._restore.say_if_nothing_ran()
-
     def failed(self, error: BaseException) -> None:
         """The fit ends with `error`. No collective from here on: the other ranks may not have failed."""
         self._exceptions.deal_with(error)
+        self._left_out.say_how(error)
         self.watches.failed(error)
+        self._error = error
+
+    def finish(self) -> None:
+        """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
+        self._finished = True
+        if self._restore is not None and self._stop is None:
+            self._restore.say_if_nothing_ran()
 
     def close(self) -> None:
         """The directory is given up, and the trainer is as it was. Local: asks nothing of other ranks.
@@ -166,40 +203,56 @@ class Session:
         self._undo = []
         if self._restore is not None:
             self._restore.close()
+        self.voting.close()
         self._exceptions.close(leaves=self._stop is not None and self._stop.exit_code is not None)
         self._ranks.close()
+        asked_to_end = self._finished and is_no_fault(SystemExit(self._stop.exit_code if self._stop is not None else 0))
+        if asked_to_end or (self._error is not None and is_no_fault(self._error)):
+            self._tiers.starts.take_back()
         self._tiers.close()
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
+        if _surprises.is_of_lightnings_requeue(path):
+            _surprises.refuse_older(path, self._dirpath, self._ranks.decide(lambda: len(self._tiers.infos())))
         self._restore = Restore(
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
-        self.run_id = self._new_run_id
-        saved = checkpoint.get(KEY)
+        path, saved = _names.normalise(path), checkpoint.get(KEY)
+        continues = self._line.begin(saved, path, self._new_run_id, lambda: self._is_newest(saved or {}, path))
         if saved is None:
             return
-        self._parent = saved["generation"]
+        _emergency.require_not_one(saved, path, strict=self._settings.strict)
+        other_ranks = saved["world_size"] != self._ranks.world_size
+        self._left_out.restore(saved.get("left_out", []), saved["batch"], other_ranks=other_ranks)
+        of_rank = saved["ranks"][0 if other_ranks else self._ranks.rank]
+        self.watches.restore(of_rank.get("guards", {}), other_ranks=other_ranks)
         self._seed = saved["seed"]
         self._pending = self._local_pending = Pending(LastSave(saved["step"], saved["epochs"]))
-        # From an older checkpoint, or one of another directory, a branch with an id of its own begins: its
-        # rotation must not count, or delete, the checkpoints of the line it left.
-        path = _names.normalise(path)
-        if self._tiers.has(path) and not self._ranks.decide(lambda: self._superseded(saved, path)):
-            self.run_id = saved["run_id"]
-            if self._ranks.is_zero and self._tiers.is_local(path):
-                # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
-                self._tiers.upload(path, self.run_id)
+        if continues and self._ranks.is_zero and self._tiers.is_local(path):
+            # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
+            self._tiers.upload(path, self.run_id)
 
-    def _superseded(self, saved: dict[str, Any], path: str) -> bool:
-        """Ranks: zero. Whether newer good checkpoints are there (what "last" passed over was not good)."""
-        if path == self._chosen:
-            return False
-        position = saved["start"], saved["batch"]
-        newer = [i for i in self._tiers.infos() if i.problem is None and i.order[:2] > position]
-        return any(_names.parse_checkpoint_name(i.name) for i in newer)
+    def _is_newest(self, saved: dict[str, Any], path: str) -> bool:
+        """Whether `path` is of this directory, and the newest good one (what "last" passed over was not good)."""
+        chosen = path == self._chosen
+        return self._tiers.has(path) and self._ranks.decide(
+            lambda: chosen or not is_superseded(saved, self._tiers.infos())
+        )
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run that is trained."""
+        return self._line.run_id
+
+    def go_back(self) -> None:
+        """The fit is about to load an older checkpoint of its own. Ranks: all."""
+        self.voting.forget()
+        self._line.go_back()
+        self._stop = None
+        self._epoch_begun = self._stopped_within_epoch = False
 
     # -- the loops: see the table in `_loops` --------------------------------------------------------------------
 
@@ -226,10 +279,13 @@ class Session:
     def epoch_runs(self) -> None:
         """The first batch is about to be asked for."""
         if self._restore is not None:
-            self._restore.epoch_runs()
+            validation_due = self._restore.epoch_runs()
             self.news.mark_restart()
             self._restore.close()
             self._restore = None
+            if validation_due:
+                _loops.finish_step(self._trainer)
+                return
         self._loaders.note()
 
     def after_batch(self) -> None:
@@ -241,9 +297,16 @@ class Session:
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
+        self._before = None
+        if self._stop is not None and self._stopped_within_epoch:
+            return  # it was decided within the validation
         progress = _loops.progress(self._trainer)
         self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
         self._decide(progress, epoch_finished=False, ends_here=self._stopped_within_epoch)
+
+    def leaves_epoch(self) -> bool:
+        """Whether the process is about to end within the epoch: its end belongs to the restart, and may take long."""
+        return self._stopped_within_epoch and self._stop is not None and self._stop.exit_code is not None
 
     def after_epoch(self) -> None:
         """An epoch boundary, unless training was stopped within the epoch: then its last step was one."""
@@ -259,6 +322,8 @@ class Session:
             ConfigurationError: No save of this run could be loaded as `strict` asks for.
         """
         self.watches.open()
+        if self._ask_now(_loops.progress(self._trainer)):
+            _loops.stop_now(self._trainer)
         self._saves.start_clock()
         if self._settings.strict:
             _surprises.check_hyper_parameters(self._trainer)
@@ -266,7 +331,7 @@ class Session:
             return
         options = self._plugin.storage_options if self._plugin is not None else None
         _callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
-        if self._start > 1 and self._restore is None and not self._continues:
+        if self._line.start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
         local = self._settings.local
         often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
@@ -279,19 +344,7 @@ class Session:
             PeerLostError: Another rank has failed.
         """
         self._exceptions.check()
-        if self._vote.cast_open:
-            # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
-            self._vote.read()
-        self._votes = {}
-        if not self.watches.wants_loss:
-            self._cast()
-
-    def loss_known(self, loss: Tensor) -> None:
-        """`loss` is about to be differentiated. A vote that waited for it is cast."""
-        self.watches.loss_known(loss)
-        if self.watches.wants_loss:
-            self._hear()  # of the loss before this one, if the batch has several
-            self._cast()
+        self.voting.batch_starts()
 
     def before_optimizer_step(self) -> None:
         """Parameters may change. Blocks on: copies of them under way; with a watch that waits for the loss, all ranks.
@@ -299,21 +352,39 @@ class Session:
         Raises:
             FaultToleranceError: What a watch raises, on all ranks.
         """
-        if self.watches.wants_loss:
-            self._hear()
-            self.watches.before_step(self._votes)
+        self.voting.before_optimizer_step()
         if self._plugin is not None:
             self._plugin.before_optimizer_step()
 
-    def _cast(self) -> None:
-        time_is_due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
-        self._vote.cast(time_due=int(time_is_due), **self._saves.votes(), **self.watches.ballot())
+    def _own_votes(self) -> dict[str, int]:
+        due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
+        return {"time_due": int(due), **self._saves.votes()}
 
-    def _hear(self) -> None:
-        """The ballot that was cast, if one was, is among the votes of the batch."""
-        if self._vote.cast_open:
-            heard = self._vote.read()
-            self._votes = {topic: max(vote, self._votes.get(topic, 0)) for topic, vote in heard.items()}
+    # -- validation: see `_validation` ---------------------------------------------------------------------------
+
+    def _validation_begins(self) -> None:
+        self.voting.end_of_batch()
+        possible = Before.possible(self._trainer) and self._plugin is not None
+        self._before = Before(self._trainer, self._tree, self._loaders) if possible else None
+
+    def _validation_needed(self) -> bool:
+        # The sanity check, which nothing depends on, may be left whenever.
+        return not self._trainer.sanity_checking and (self._before is None or not self._before.holds)
+
+    def _validation_left(self) -> None:
+        """The state before the validation is saved, and the fit ends. Ranks: all."""
+        if self._trainer.sanity_checking:
+            return  # what was heard is decided upon at the first boundary
+        progress = _loops.progress(self._trainer)
+        votes = self.voting.take(afresh=False)
+        for request in self.watches.decide_all(votes, progress):
+            self._heed(request)
+        assert self._stop is not None, "a watch that calls something urgent asks for the end of the fit"
+        self._undo.append(_loops.update_no_more_schedulers(self._trainer))
+        _loops.stop_now(self._trainer)
+        self._stopped_within_epoch = True
+        if self._stop.save is not None:
+            self._save(self._stop.save, "step", progress)
 
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
@@ -321,53 +392,78 @@ class Session:
         Raises:
             SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
         """
-        self._saves.settle("training goes on to its last save")
         progress = _loops.progress(self._trainer)
-        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
-        last = last and (self._stop is None or self._stop.save is not None)
-        if last and not self._stopped_within_epoch:
-            self._save("train_end", "epoch", progress)
-            self._saves.settle("training ends without it")
-        self._saves.tell_of_commits()
+        try:
+            self._finish_saves(progress)
+        except SaveError as error:
+            if self._stop is None or self._stop.exit_code is None:
+                raise
+            _log.error("%s; the run ends without it", error)
         if self._plugin is not None:
             # From here on only other callbacks ask for saves, and nobody else reports their failure.
             self._plugin.reports_failures = True
+        self.watches.phase("end")
+        self._ask_now(progress)
+        if self._stop is not None:
+            code = self._stop.code_when(saved=self._saves.has(progress))
+            _leaving.leave_after_fit(self._trainer, code, self.watches.leave)
+
+    def _ask_now(self, progress: Progress) -> bool:
+        """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""
+        if not self.watches.anywhere:
+            return self._stop is not None
+        votes = self.voting.take(afresh=True)
+        for request in self.watches.decide_all(votes, progress):
+            self._heed(replace(request, save=None) if request.stop else request)
+        return self._stop is not None
+
+    def _finish_saves(self, progress: Progress) -> None:
+        self._saves.settle("training goes on to its last save")
+        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
+        if last and not self._stopped_within_epoch and (self._stop is None or self._stop.save is not None):
+            self._save("train_end", "epoch", progress)
+            self._saves.settle("training ends without it")
+        self._saves.tell_of_commits()
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
         reason, boundary = self._saves.at_hand or ("user", "none")
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
-            boundary=boundary, stopping=self._stop is not None, seed=self._seed,
+            boundary=boundary, stopping=self._stop is not None, seed=self._seed, guards=self.watches.state(),
+            before=self._before if boundary != "none" else None,
         )  # fmt: skip
+        if self._before is not None and boundary != "none":
+            self._before.put_into(checkpoint)
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
         if boundary == "epoch":
             _loops.begin_next_epoch(fit_loop)
         checkpoint[KEY] = {
             **saved,
-            "generation": uuid.uuid4().hex,
-            "run_id": self.run_id,
-            "start": self._start,
-            "parent": self._parent,
-            "reason": reason,
+            **self._line.stamp(reason),
+            "left_out": self._left_out.state(),
         }
+        if self._saves.emergency is not None:
+            checkpoint[KEY]["emergency"] = self._saves.emergency
+
+    @property
+    def saves(self) -> bool:
+        """Whether it is this session that saves, so that all ranks are at the same place."""
+        return self._saves.at_hand is not None
 
     # -- deciding and saving -------------------------------------------------------------------------------------
 
     def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
         self._exceptions.check()
-        votes = self._votes_of_batch(epoch_finished)
+        votes = self.voting.take(afresh=epoch_finished)
         if votes.get("save_failed"):
             self._saves.report_failure("training goes on")
         if votes.get("repeat"):
             self._pending = replace(self._pending, postponed=self._pending.postponed or "repeated")
         self._saves.tell_of_commits()
         for request in self.watches.decide_all(votes, progress):
-            if request.stop:
-                self._stop = self._stop or request
-            elif request.save is not None:
-                self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
+            self._heed(request)
         facts = Facts(
             step=progress.step,
             epoch_finished=epoch_finished,
@@ -397,16 +493,23 @@ class Session:
             boundary = "epoch" if epoch_finished else "step"
             self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
 
-    def _votes_of_batch(self, epoch_finished: bool) -> dict[str, int]:
-        if self.watches.wants_loss and not self._votes and not epoch_finished and not self._vote.cast_open:
-            self._cast()  # nothing was differentiated, on this rank at least
-        self._hear()
-        votes, self._votes = self._votes, {}
-        return votes
+    def _heed(self, request: Request) -> None:
+        """The fit ends or a save is made: at this boundary, or where the accumulation ends."""
+        if request.stop and self._stop is None:
+            self._stop = request
+            if request.exit_code is not None:
+                _leaving.expect_exits(self._trainer)
+        elif not request.stop and request.save is not None:
+            self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
 
     @property
     def _skips_when_busy(self) -> bool:
         return self._plugin is not None and self._plugin.when_busy == "skip"
 
     def _save(self, reason: str, boundary: str, progress: Progress, *, upload: bool = True) -> None:
+        refusal = self.watches.refuses_save()
+        if refusal is not None:
+            events.emit(events.SaveSkipped(self._tiers.first, progress.step, refusal))
+            self._pending = replace(self._pending, postponed=reason)
+            return
         self._saves.make(reason, boundary, progress, self.run_id, ends=self._stopped_within_epoch, upload=upload)

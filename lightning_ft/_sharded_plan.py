@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # private, and what FSDP's state is made of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
+
+from lightning_ft._digest import digest_of_data
+from lightning_ft._replicated import Replicated, require_restorable
 
 # What is smaller is not cut: a piece costs half a kilobyte and a call or two.
 _CUT_BYTES = 64 << 10
@@ -45,6 +48,8 @@ class LocalPlan:
     plan: SavePlan
     whole: frozenset[MetadataIndex]
     """What cannot be cut where this rank has it."""
+    digests: dict[MetadataIndex, str]
+    """Of what must be the same on all ranks that have it."""
 
 
 class LocalState:
@@ -54,23 +59,38 @@ class LocalState:
 
     Args:
         state: Nested dictionaries and lists of tensors (plain, `DTensor`, `ShardedTensor`) and other values.
+
+    Raises:
+        Exception: What a `Replicated` raises that makes its state.
     """
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any] | Replicated) -> None:
+        self._replicated = state if isinstance(state, Replicated) else None
+        self._given: dict[str, Any] = state.make() if isinstance(state, Replicated) else state
         self._planner = DefaultSavePlanner()
-        self._planner.set_up_planner(state, None, False)
+        self._planner.set_up_planner(self._given, None, False)
         self._flat: dict[str, Any] = self._planner.state_dict
 
-    def signature(self) -> list[tuple[Any, ...]]:
+    def signature(self) -> list[Any]:
         """Equal to that of another state if, and only if, the plan of that one is right for this one."""
-        return [(name, *_described(value)) for name, value in self._flat.items()]
+        marks = self._replicated.marks if self._replicated is not None else None
+        return [marks, *((name, *_described(value)) for name, value in self._flat.items())]
 
     def plan(self) -> LocalPlan:
-        """What this rank has; empty shards, of tensors that are not empty, are left out."""
+        """What this rank has; empty shards, of tensors that are not empty, are left out.
+
+        Raises:
+            SaveError: Of a `Replicated`: it could not be loaded as it is.
+        """
+        if self._replicated is not None:
+            require_restorable(self._given, self._flat, self._planner.mappings)
         plan = self._planner.create_local_plan()
         items = [item for item in plan.items if not _is_nothing(item)]
         whole = frozenset(item.index for item in items if not self._can_be_cut(item))
-        return LocalPlan(dataclasses.replace(plan, items=items), whole)
+        compared = self._replicated is not None and self._replicated.compared
+        tensors = [item.index for item in items if compared and item.tensor_data is not None]
+        digests = {index: str(digest_of_data(self.find(index))) for index in tensors}
+        return LocalPlan(dataclasses.replace(plan, items=items), whole, digests)
 
     def _can_be_cut(self, item: WriteItem) -> bool:
         if item.tensor_data is None:
@@ -115,8 +135,10 @@ def share_out(locals_: list[LocalPlan]) -> tuple[list[list[Part]], Metadata]:
     Ranks: zero.
 
     Raises:
-        ValueError: What the ranks have does not make up whole tensors, or is not of one kind on all of them.
+        ValueError: What the ranks have does not make up whole tensors, or is not of one kind on all of them, or
+            differs where it must not.
     """
+    _require_alike([local.digests for local in locals_])
     owners: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}
     for rank, local in enumerate(locals_):
@@ -145,6 +167,22 @@ def share_out(locals_: list[LocalPlan]) -> tuple[list[list[Part]], Metadata]:
         for mine, plan in zip(parts, final, strict=True)
     ]
     return hinted, metadata
+
+
+def _require_alike(digests: list[dict[MetadataIndex, str]]) -> None:
+    """A mixture of what differs would be the state of no rank."""
+    expected: dict[MetadataIndex, tuple[int, str]] = {}
+    different: dict[int, list[str]] = {}
+    for rank, of_rank in enumerate(digests):
+        for index, digest in of_rank.items():
+            if expected.setdefault(index, (rank, digest))[1] != digest:
+                different.setdefault(rank, []).append(index.fqn)
+    if different:
+        which = "; ".join(f"rank {rank}: {', '.join(names[:5])}" for rank, names in different.items())
+        raise ValueError(
+            f"not the same on all ranks, so they cannot share it out ({which}): use "
+            'FaultTolerantCheckpointIO(layout="file"), which saves what rank 0 has'
+        )
 
 
 def _cut(items: list[WriteItem], count: int, whole: frozenset[MetadataIndex]) -> Iterator[tuple[int, Part]]:

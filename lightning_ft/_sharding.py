@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_ft._dist import WRITERS, Ranks
 from lightning_ft._layout import has_one_storage
 from lightning_ft._plan import Late
+from lightning_ft._replicated import Replicated
 from lightning_ft._sharded_plan import LocalState, Part, share_out
 from lightning_ft._staging import Staged, Stager
 from lightning_ft.errors import SaveError
@@ -116,7 +117,7 @@ class Sharding:
         """How often a plan had to be made."""
         self._timeout = timeout
         self._group = self._new_group()
-        self._signature: list[tuple[Any, ...]] | None = None
+        self._signature: list[Any] | None = None
         self._parts: tuple[Part, ...] = ()
         self._everyone: tuple[tuple[Part, ...], ...] = ()
         self._metadata: Metadata | None = None
@@ -124,7 +125,7 @@ class Sharding:
     def _new_group(self) -> WriterGroup | None:
         return WriterGroup(self._timeout) if self.ranks.world_size > 1 else None
 
-    def agree(self, state: dict[str, Any], path: str, manifest: Manifest) -> Agreed:
+    def agree(self, state: dict[str, Any] | Replicated, path: str, manifest: Manifest) -> Agreed:
         """Every rank knows what it writes, and where: to rank 0's `path`, with the identity in rank 0's `manifest`.
 
         Blocks on: all ranks. One small exchange; two more when something about the state has changed on any rank.
@@ -138,7 +139,7 @@ class Sharding:
             signature = local.signature()
             changed = signature != self._signature
         except Exception as error:  # the others wait for this rank
-            problem = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+            problem = self._problem(error)
         broken = self._group is not None and self._group.broken
         offers = self.ranks.all_gather(_Offer(path, manifest, changed, broken, problem))
         if any(offer.group_broken for offer in offers):
@@ -156,13 +157,18 @@ class Sharding:
             first.path, first.manifest, local, self._parts, self._everyone, self._metadata, self._group, self.ranks.rank
         )
 
+    def _problem(self, error: Exception) -> str:
+        if isinstance(error, SaveError):
+            return str(error)  # of what is the same on all ranks, and said once then
+        return f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+
     def _plan(self, local: LocalState) -> None:
         self.planned += 1
         problem, plan = "", None
         try:
             plan = local.plan()
         except Exception as error:
-            problem = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+            problem = self._problem(error)
         offers = self.ranks.gather((problem, plan))
 
         def decide() -> list[tuple[Part, ...]]:
@@ -186,7 +192,7 @@ class Sharding:
 
 
 def _raise_any(problems: list[str]) -> None:
-    found = [problem for problem in problems if problem]
+    found = dict.fromkeys(problem for problem in problems if problem)
     if found:
         raise SaveError("; ".join(found))
 

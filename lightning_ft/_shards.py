@@ -115,8 +115,8 @@ class Shards:
         except IsADirectoryError as error:
             raise CorruptCheckpointError(
                 self.path,
-                f"is a directory without {METADATA}, neither a checkpoint file nor a sharded one; give a file in it, "
-                'or ckpt_path="last"',
+                f"is a directory without {METADATA}, neither a checkpoint file nor a sharded one; give a checkpoint in "
+                'it (lightning-ft list shows them), or ckpt_path="last"',
             ) from error
 
     def _read_metadata(self) -> Metadata:
@@ -153,9 +153,9 @@ class Shards:
             if path[0] in _WEIGHTS and len(path) == 2:
                 self.weights[plain_name(str(path[1]))] = saved
             elif path[0] in _WEIGHTS and len(path) > 2:
-                _put(self.nested, (plain_name(str(path[1])), *path[2:]), saved)
+                put(self.nested, (plain_name(str(path[1])), *path[2:]), saved)
             elif (match := _OPTIMIZER.match(str(path[0]))) and len(path) > 1:
-                _put(optimizers.setdefault(int(match[1]), {}), path[1:], saved)
+                put(optimizers.setdefault(int(match[1]), {}), path[1:], saved)
             else:
                 raise CheckpointError(
                     f"{self.path} holds {key!r}, which belongs neither to a model nor to an optimizer: Lightning's "
@@ -220,13 +220,15 @@ class Shards:
         Raises:
             CorruptCheckpointError: One is not.
         """
-        names = sorted(names)
-        if self._compared:
-            for name in names:
-                if len(names) <= _MOST_OPEN:
-                    self._open_files[name] = self._held.enter_context(self._open(name))
-                else:
-                    self._open(name).close()
+        if not self._compared:
+            return
+        new = sorted(set(names) - self._open_files.keys())  # of a store, what is held need not be fetched again
+        held = len(self._open_files) + len(new) <= _MOST_OPEN
+        for name in new:
+            if held:
+                self._open_files[name] = self._held.enter_context(self._open(name))
+            else:
+                self._open(name).close()
 
     def verify_only(self, names: Iterable[str]) -> None:
         """As `verify`, on behalf of other ranks: nothing of these files will be read here.
@@ -421,7 +423,7 @@ def with_values(tree: Any, objects: dict[str, Any]) -> Any:
     return [with_values(child, objects) for child in tree] if isinstance(tree, list) else tree
 
 
-def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+def put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
     """`value` is in `tree` at `path`, whose integers are positions in lists."""
     container: Any = tree
     for here, after in itertools.pairwise(path):

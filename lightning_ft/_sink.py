@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from lightning_ft import _headway
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -115,6 +117,7 @@ class HashedFile:
     def _put(self, view: memoryview) -> None:
         self._hash.update(view)
         self._sink.append(view)
+        _headway.made()
         self._size_bytes += view.nbytes
 
     @contextlib.contextmanager

@@ -430,6 +430,11 @@ class Stager:
         self.lanes.close()
         self.plans.clear()
 
+    def take_repeat(self) -> bool:
+        """Whether a save has to be made again, since parameters were changed while they were copied; asked once."""
+        due, self.to_be_repeated = self.to_be_repeated, False
+        return due
+
     def give_up_overlap(self, reason: str) -> None:
         """From now on everything is copied at once. Thread: any."""
         if self.overlaps:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ft import _loops
+from lightning_ft import _loops, _names
 from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.state import Progress
@@ -29,6 +30,25 @@ def check_hyper_parameters(trainer: pl.Trainer) -> None:
             f"{'; '.join(problems)}: a checkpoint with it cannot be loaded with weights_only=True, Lightning's "
             "default. Save plain values, allow the type with torch.serialization.add_safe_globals, or use "
             "FaultTolerantCheckpoint(strict=False)"
+        )
+
+
+def is_of_lightnings_requeue(path: str) -> bool:
+    """Whether Lightning saved `path` before it queued a SLURM job again: what it takes there without a `ckpt_path`."""
+    return re.fullmatch(r"hpc_ckpt_[0-9]+\.ckpt", _names.split(path)[1]) is not None
+
+
+def refuse_older(path: str, dirpath: str, checkpoints: int) -> None:
+    """Lightning's own checkpoint `path` was taken where there is none of ours.
+
+    Raises:
+        ConfigurationError: There are some, which go on from it, or from something else.
+    """
+    if checkpoints:
+        raise ConfigurationError(
+            f"{path} was taken, as Lightning does under SLURM without a ckpt_path, but {dirpath} holds {checkpoints} "
+            'checkpoint(s) of this callback: give ckpt_path="last" to go on from them; or, to return to it, give '
+            "that file another name and its path as ckpt_path"
         )
 
 

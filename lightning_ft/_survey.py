@@ -195,14 +195,16 @@ def _leftovers(storage: Storage, dirpath: str, in_use_by: str | None) -> list[Ro
             size_bytes = (
                 sum(storage.sizes(path).values()) if is_local(path) and os.path.isdir(path) else storage.size(path)
             )
-        except OSError:
+        except OSError as error:
             if is_local(path) and not os.path.lexists(path):
                 continue  # finished, or removed, since it was listed
-            size_bytes = 0  # a directory
+            size_bytes, problem = 0, f"; it cannot be looked at: {error}"
+        else:
+            problem = ""
         note = _LEFTOVERS[leftover.kind]
         if in_use_by is not None:
             note = "perhaps of the training that is running; else it goes at the next start"
-        rows.append(Row(path, name, leftover.kind, size_bytes, None, note))
+        rows.append(Row(path, name, leftover.kind, size_bytes, None, note + problem))
     return rows
 
 

@@ -19,14 +19,16 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from lightning_ft import _names, _two_tiers
 from lightning_ft._dist import Ranks
 from lightning_ft._lock import DirectoryLock
 from lightning_ft._same_directory import require_same_directory
+from lightning_ft._starts import StartCounter
 from lightning_ft._two_tiers import LocalTier
-from lightning_ft.discovery import list_checkpoints, start_of
+from lightning_ft.discovery import list_checkpoints, start_of, verify
 from lightning_ft.errors import CheckpointError
 from lightning_ft.events import Committed, Event
 from lightning_ft.manifest import CheckpointInfo, Manifest
@@ -46,6 +48,7 @@ class Tiers:
         retention: What stays in it.
         local: The directory in front of it, if there is one.
         plugin: Our plugin; None if the user gave another one, which then has one directory.
+        give_up_after: See `_starts.StartCounter`.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Tiers:
         retention: Retention,
         local: LocalTier | None,
         plugin: FaultTolerantCheckpointIO | None,
+        give_up_after: int | None = None,
     ) -> None:
         self.dirpath = dirpath
         self.local = local
@@ -62,10 +66,16 @@ class Tiers:
         self._options = plugin.storage_options if plugin is not None else None
         self._locks: list[DirectoryLock] = []
         self._names: set[str] = set()
+        self._pinned = ""
+        self._commits = 0
         self._durable: deque[Committed] = deque()
         self._newest: tuple[str, Manifest] | None = None  # of the local directory; only the writer thread looks
         # A full read back is the only way to know a checkpoint better than its listing does.
         read = plugin is not None and plugin.verify_after_write == "full"
+        storages = {dirpath: Storage(self._options)} if plugin is not None else {}
+        if local is not None:
+            storages[local.dirpath] = Storage()
+        self.starts = StartCounter(storages, give_up_after)
         self._trust = Trust(self._options) if read else None
         self._local_trust = Trust(None) if read else None
 
@@ -78,7 +88,9 @@ class Tiers:
         """What is a checkpoint of the run that is durable now is kept until it is taken. Thread: main or writer."""
         if not isinstance(event, Committed) or not self.has(event.path):
             return
-        if _names.parse_checkpoint_name(_names.split(event.path)[1]):  # not what another callback saves there
+        dirpath, name = _names.split(event.path)
+        if _names.parse_checkpoint_name(name):  # not what another callback saves there
+            self._commits += dirpath == self.first
             self._durable.append(event)
 
     def take_durable(self) -> list[Committed]:
@@ -127,6 +139,7 @@ class Tiers:
         if self.local is not None:
             local_names, local_start = start_of(self.local.dirpath)
             names, start = names | local_names, max(start, local_start)
+        self.starts.open(names)
         return names, start, uuid.uuid4().hex
 
     def _open_one(self, dirpath: str, storage: Storage) -> None:
@@ -135,6 +148,14 @@ class Tiers:
         lock.acquire()
         self._locks.append(lock)
         storage.remove_leftovers(dirpath)
+
+    def start_from(self, path: str) -> None:
+        """The fit is about to be started from `path`, which "last" has chosen. Ranks: zero."""
+        if self._plugin is None or not self.has(path):
+            return
+        info = verify(path, "listed", None if self.is_local(path) else self._options)
+        if info.manifest is not None:
+            self.starts.begin(info.manifest.generation, info.name)
 
     def close(self) -> None:
         """The directories are free for others."""
@@ -152,6 +173,19 @@ class Tiers:
         name = _names.next_name(step, self._names)
         self._names.add(name)
         return _names.join(self.first, name)
+
+    def keep_predecessors(self) -> None:
+        """Of the newest checkpoint nobody knows yet whether a finite loss comes of it: the one before stays with it."""
+        self._retention = _two_at_least(self._retention)
+        if self.local is not None:
+            self.local = replace(self.local, retention=_two_at_least(self.local.retention))
+
+    def pin(self, path: str) -> None:
+        """The checkpoint `path`, from which training goes on, stays until two newer ones are there."""
+        self._pinned, self._commits = _names.split(path)[1], 0
+
+    def _pins(self, dirpath: str) -> frozenset[str]:
+        return frozenset([_names.join(dirpath, self._pinned)] if self._pinned and self._commits < 2 else [])
 
     def figures(self, committed: Committed) -> Mapping[str, float | int]:
         """What loggers are told of a save: of an upload, what is not in the figures of the save before it."""
@@ -171,7 +205,7 @@ class Tiers:
             upload: Whether it is due in `dirpath` too, if it was written locally.
         """
         if self.local is None:
-            return partial(rotate, self.dirpath, path, run_id, self._retention, self._options, trust=self._trust)
+            return partial(self._after_only, path, run_id)
         return partial(self._after_local, path, run_id, upload)
 
     def upload(self, path: str, run_id: str) -> None:
@@ -202,8 +236,30 @@ class Tiers:
             _log.warning("%s is not uploaded: %s is another checkpoint, or damaged", path, target)
         return True
 
+    def _after_only(self, path: str, run_id: str, manifest: Manifest) -> None:
+        self.starts.progress()
+        self._rotate(path, run_id, manifest)
+
+    def _rotate(self, path: str, run_id: str, manifest: Manifest) -> None:
+        """The directory of the run holds what its policy keeps."""
+        given_up = self.starts.given_up
+        removed = rotate(
+            self.dirpath,
+            path,
+            run_id,
+            self._retention,
+            self._options,
+            manifest,
+            pinned=self._pins(self.dirpath),
+            given_up=given_up,
+            trust=self._trust,
+        )
+        if given_up:
+            self.starts.forget(removed)
+
     def _after_local(self, path: str, run_id: str, upload: bool, manifest: Manifest) -> None:
         self._newest = path, manifest
+        self.starts.progress()
         if upload:
             self._ask_for_upload(path, run_id, manifest)
         self._rotate_local(run_id)
@@ -214,7 +270,7 @@ class Tiers:
         self._plugin.uploads.upload(path, target, manifest, partial(self._after_upload, target, run_id))
 
     def _after_upload(self, path: str, run_id: str, manifest: Manifest) -> None:
-        rotate(self.dirpath, path, run_id, self._retention, self._options, manifest, trust=self._trust)
+        self._rotate(path, run_id, manifest)
         assert self._plugin is not None
         # What waited for this upload may go. In the other thread, which alone removes local files.
         self._plugin.writer.then(path, partial(self._rotate_local, run_id, path))
@@ -229,5 +285,10 @@ class Tiers:
         done = set() if uploaded is None else {_names.join(self.local.dirpath, _names.split(uploaded)[1])}
         rotate(
             self.local.dirpath, newest, run_id, self.local.retention, None, manifest,
-            pinned=self._plugin.uploads.sources - done, trust=self._local_trust,
+            pinned=(self._plugin.uploads.sources - done) | self._pins(self.local.dirpath),
+            given_up=self.starts.given_up, trust=self._local_trust,
         )  # fmt: skip
+
+
+def _two_at_least(retention: Retention) -> Retention:
+    return retention if retention.keep_last != 1 else replace(retention, keep_last=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_ft import _names, discovery
@@ -116,6 +116,7 @@ def select(
     depth: Depth = "full",
     storage_options: Mapping[str, Any] | None = None,
     verifying: Verifying = discovery.verify,
+    give_up_after: int | None = discovery.AS_RECORDED,
 ) -> Selection:
     """The newest good checkpoint of both directories; of one that is in both, the local copy.
 
@@ -128,10 +129,19 @@ def select(
     Raises:
         OSError: A directory cannot be listed.
     """
-    local = discovery.select(local_dirpath, depth, None, verifying)
-    remote = discovery.select(dirpath, "size" if depth == "full" else depth, storage_options)
+    local = discovery.select(local_dirpath, depth, None, verifying, give_up_after)
+    remote = discovery.select(
+        dirpath, "size" if depth == "full" else depth, storage_options, give_up_after=give_up_after
+    )
+    if bool(local.futile_starts) != bool(remote.futile_starts) and local.chosen and remote.chosen:
+        # One of them has a checkpoint that was not tried in vain.
+        tried = local if local.futile_starts else remote
+        assert tried.chosen is not None
+        passed = (*tried.passed_over, (tried.chosen.path, discovery.futile(tried.futile_starts)))
+        tried = replace(tried, chosen=None, passed_over=passed, futile_starts=0)
+        local, remote = (tried, remote) if local.futile_starts else (local, tried)
     if depth == "full" and remote.chosen is not None and _newest(local.chosen, remote.chosen) is remote.chosen:
-        remote = discovery.select(dirpath, depth, storage_options, verifying)
+        remote = discovery.select(dirpath, depth, storage_options, verifying, give_up_after)
     passed_over = dict((*local.passed_over, *remote.passed_over))
     chosen = _newest(local.chosen, remote.chosen)
     if chosen is not None and not _one_run(local, remote):
@@ -143,7 +153,11 @@ def select(
                 passed_over[candidate.path] = f"belongs to the older run {run_of(candidate)}"
         chosen = _newest(*(c if c and run_of(c) == run_id else None for c in (local.chosen, remote.chosen)))
     return Selection(
-        chosen, tuple(passed_over.items()), (*local.foreign, *remote.foreign), empty=local.empty and remote.empty
+        chosen,
+        tuple(passed_over.items()),
+        (*local.foreign, *remote.foreign),
+        empty=local.empty and remote.empty,
+        futile_starts=(local if chosen is local.chosen else remote).futile_starts,
     )
 
 

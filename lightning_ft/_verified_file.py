@@ -7,10 +7,12 @@ import fcntl
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from typing import BinaryIO, cast
 
 import xxhash
 
+from lightning_ft import _headway
 from lightning_ft._direct import DiskStream
 from lightning_ft._ranged_file import BLOCK_BYTES, RangedFile
 from lightning_ft._threaded_file import ThreadedFile
@@ -21,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 # What is left free of a temporary directory, which others need, too.
 SPARE_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20
+# What is read of a local file at a time, into the same memory: it is hashed while it is in the processor's cache.
+HASHED_BYTES = 1 << 20
 
 
 def open_verified(file: BinaryIO, path: str) -> tuple[BinaryIO, Manifest | None]:
@@ -44,7 +47,8 @@ def open_compared(file: BinaryIO, path: str, record: FileRecord) -> BinaryIO:
     try:
         if not isinstance(file, RangedFile):
             file.seek(0)
-            _compare(_digest_of(file, record.size_bytes), record, path)
+            # One that was truncated meanwhile has another digest.
+            _compare(digest_of(file, record.size_bytes)[0], record, path)
             file.seek(0)
             return file
         copy = _copied(file, record, path)
@@ -62,16 +66,28 @@ def _compare(digest: str, record: FileRecord, path: str) -> None:
         raise CorruptCheckpointError(path, "data is damaged: its digest does not match the manifest")
 
 
-def _digest_of(file: BinaryIO, size_bytes: int) -> str:
-    state = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, size_bytes)))
-    while size_bytes:
-        count = file.readinto(buffer[:size_bytes])  # type: ignore[attr-defined]
-        if not count:
-            break  # truncated meanwhile: then the digest is another one
-        state.update(buffer[:count])
-        size_bytes -= count
-    return state.hexdigest()
+def digest_of(
+    file: BinaryIO, size_bytes: int, progress: Callable[[int], None] = lambda size_bytes: None
+) -> tuple[str, int]:
+    """The xxh3-128 of the next `size_bytes` bytes of `file`, hexadecimal, and how many of them there are not.
+
+    Memory: `HASHED_BYTES`; of a store, what its file keeps.
+    """
+    state, left = xxhash.xxh3_128(), size_bytes
+    buffer = memoryview(bytearray(min(HASHED_BYTES, size_bytes)))
+    while left:
+        chunk = file.next_bytes(left) if isinstance(file, RangedFile) else _filled(file, buffer[:left])
+        if not chunk:
+            break
+        state.update(chunk)
+        _headway.made()
+        left -= chunk.nbytes
+        progress(chunk.nbytes)
+    return state.hexdigest(), left
+
+
+def _filled(file: BinaryIO, buffer: memoryview) -> memoryview:
+    return buffer[: file.readinto(buffer)]  # type: ignore[attr-defined]
 
 
 def _copied(file: RangedFile, record: FileRecord, path: str) -> BinaryIO | None:
@@ -125,6 +141,7 @@ def _fetch(file: RangedFile, fd: int, hashed_bytes: int) -> str:
         while piece := file.next_bytes(BLOCK_BYTES):
             state.update(piece[: max(0, hashed_bytes - file.tell() + piece.nbytes)])
             stream.write(piece)
+            _headway.made()
         stream.finish()
     finally:
         stream.close()
@@ -155,11 +172,6 @@ def _checked(file: RangedFile, record: FileRecord, path: str) -> BinaryIO:
 
     file.forget()
     file.check = check
-    state = xxhash.xxh3_128()
-    left = record.size_bytes
-    while left and (piece := file.next_bytes(left)):
-        state.update(piece)
-        left -= piece.nbytes
-    _compare(state.hexdigest(), record, path)
+    _compare(digest_of(cast(BinaryIO, file), record.size_bytes)[0], record, path)
     file.seek(0)
     return cast(BinaryIO, file)

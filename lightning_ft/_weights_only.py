@@ -7,12 +7,15 @@ import logging
 import pickle
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_ft.errors import SaveError
+
+if TYPE_CHECKING:
+    from lightning_ft._staging import Staged
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +84,20 @@ class WeightsOnlyRule:
     def __init__(self, required: bool = False) -> None:
         self.required = required
         self._warned = False
+
+    def checked(self, staged: Staged, checkpoint: dict[str, Any], path: str) -> Staged:
+        """`staged`, of which `checkpoint`, to be saved to `path`, was looked through if that had to be.
+
+        Raises:
+            SaveError: See above; `staged` is released.
+        """
+        try:
+            if staged.odd:
+                self.check(checkpoint, path)
+        except BaseException:
+            staged.release()
+            raise
+        return staged
 
     def check(self, checkpoint: dict[str, Any], path: str) -> None:
         """`checkpoint`, to be saved to `path`, was looked through. Raises SaveError: see above."""

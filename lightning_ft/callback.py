@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from weakref import proxy
@@ -13,20 +14,20 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _loops, _names
+from lightning_ft import _callbacks, _choose, _drilled, _guarding, _leaving, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
+from lightning_ft._preemption import stand_aside
 from lightning_ft._session import Session, Settings
 from lightning_ft._shared_verification import SharedVerification
 from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
-from lightning_ft.guards import Guard
+from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger, resolve
@@ -65,6 +66,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             copied.
         save_on_train_end: Save when training ends, unless that state is saved already.
         guards: Asked before every step whether the run should save and stop.
+        max_restarts_without_progress: When ``ckpt_path="last"`` was started so often from a checkpoint, and each time
+            the run ended in a crash before a newer one was saved, the one before is taken, and that is said. Kills
+            count as crashes; an end that was asked for (a preemption, Ctrl-C) does not, nor does a refused restart.
+            None: the newest is taken however often. A path given as `ckpt_path` always is.
         seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
             number of workers. If False, draws in worker processes are not repeated.
         strict: A restart that differs from the run that was saved is an error before the first step, and so is a
@@ -87,7 +92,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_every_n_train_steps: int | None = None,
         local_keep_last: int = 2,
         save_on_train_end: bool = True,
-        guards: Sequence[Guard] = (),
+        guards: Sequence[AnyGuard] = (),
+        max_restarts_without_progress: int | None = 3,
         seed_workers: bool = True,
         strict: bool = True,
     ) -> None:
@@ -100,8 +106,17 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
-            if not isinstance(guard, Guard):
+            if not isinstance(guard, (Guard, PreemptionGuard, DivergenceGuard, HangGuard)):
                 raise ConfigurationError(f"guards: {guard!r} has no poll(step) method")
+        for kind in (PreemptionGuard, DivergenceGuard, HangGuard):
+            if sum(isinstance(guard, kind) for guard in guards) > 1:
+                raise ConfigurationError(f"guards={guards!r}: one {kind.__name__}, with all that it is to do")
+        patience = max_restarts_without_progress
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise ConfigurationError(
+                f"max_restarts_without_progress={patience!r}: a whole number, at least 1, is needed; None: no limit"
+            )
+        _drilled.begin()
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -109,6 +124,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             retention=Retention(keep_last, keep_every_n_train_steps),
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
+            max_restarts_without_progress=patience,
             **flags,
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
@@ -120,6 +136,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._chosen = ""
         self._forget_choice: Callable[[], None] | None = None
         self._forget_names: Callable[[], None] | None = None
+        self._stands_aside: Callable[[], None] | None = None
 
     @staticmethod
     def _local_tier(
@@ -137,6 +154,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             )
         return None
 
+    def _redirect(self, elsewhere: Callable[[str], str]) -> None:
+        """Checkpoints go to other directories than the given ones: for a drill, before `setup`."""
+        if self._given_dirpath is not None:
+            self._given_dirpath = self.dirpath = elsewhere(self._given_dirpath)
+        local = self.settings.local
+        if local is not None:
+            self.settings = replace(self.settings, local=replace(local, dirpath=elsewhere(local.dirpath)))
+
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
     @override
@@ -145,6 +170,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         plugin = self._install_plugin(trainer)
         self._forget_names = _callbacks.find_wrapped_weights(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._stands_aside = stand_aside(self.settings.guards, trainer)
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
@@ -154,6 +180,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 "would be neither atomic nor verified; use a single-device or DDP strategy, or FSDPStrategy or "
                 "ModelParallelStrategy of lightning_ft"
             )
+        sharded = saves_sharded(trainer.strategy, plugin)
         finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
         if any(c._early_exit for c in finders):
             return  # a `Tuner` tries out batch sizes or learning rates: that is no run to be saved
@@ -165,7 +192,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.dirpath = self._directory(trainer)
         if self.settings.local is not None:
             require_different(self.settings.local.dirpath, self.dirpath)
-            if saves_sharded(trainer.strategy):
+            if sharded:
                 raise ConfigurationError(
                     f"local_dirpath={self.settings.local.dirpath!r}: {type(trainer.strategy).__name__} writes sharded "
                     "checkpoints, of which a local disk would have the parts of some ranks only; save full ones"
@@ -175,6 +202,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                     f"local_dirpath={self.settings.local.dirpath!r}: only FaultTolerantCheckpointIO copies checkpoints "
                     f"from there, and this trainer has {type(trainer.strategy.checkpoint_io).__name__}"
                 )
+        _guarding.arm(self.settings.guards)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         self._session = Session(
@@ -211,6 +239,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        _leaving.leave_with_spawned(exception)
         if self._session is not None:
             self._session.failed(exception)
         self._close()
@@ -221,10 +250,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._session.close()
         elif self._ranks is not None:
             self._ranks.close()
-        for forget in (self._forget_choice, self._forget_names):
+        for forget in (self._forget_choice, self._forget_names, self._stands_aside):
             if forget is not None:
                 forget()
-        self._session = self._ranks = self._forget_choice = self._forget_names = None
+        _guarding.disarm()
+        self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
         self._chosen = ""
 
     # -- ckpt_path="last" ----------------------------------------------------------------------------------------
@@ -232,6 +262,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """Called by Lightning for ``ckpt_path="last"``, before `setup`. Ranks: all; rank 0 decides."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _guarding.arm(self.settings.guards)
         if trainer.world_size > 1:
             trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
         ranks = self._ranks = self._ranks or Ranks()
@@ -241,7 +273,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         options = plugin.storage_options if plugin is not None else None
         fetched, sharing = Fetched(), SharedVerification(ranks.rank, ranks.world_size, options)
         try:
-            path, ours = _choose.choose_for_all(ranks, dirpath, depth, options, self.settings.local, fetched, sharing)
+            path, ours = _choose.choose_for_all(
+                ranks, dirpath, depth, options, self.settings.local, fetched, sharing,
+                self.settings.max_restarts_without_progress,
+            )  # fmt: skip
             verified_here = ranks.is_zero or path in sharing.took_part_in
             if plugin is not None and path is not None and ours and depth == "full" and verified_here:
                 plugin.mark_verified(path, fetched.take(path))
@@ -275,7 +310,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         # After an exception other ranks may not be here, and within a step (a signal handler) they are elsewhere: no
         # collective then, and nothing to restart from exactly.
-        if self._session is not None and not trainer.interrupted and not _loops.half_done(trainer):
+        if self._session is None:
+            return
+        if self._session.saves or not (trainer.interrupted or _loops.half_done(trainer)):
             self._session.add_state(checkpoint)
 
     @override
@@ -289,11 +326,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         if self._session is not None:
             self._session.batch_starts()
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._session is not None:
-            self._session.loss_known(loss)
 
     @override
     def on_before_optimizer_step(
@@ -357,6 +389,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.watches.batch_over()
+            self._session.validation.batch_over()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ft import _deal, _elastic, _rng
+from lightning_ft import _deal, _elastic, _headway, _rng
 from lightning_ft._digest import digest
 from lightning_ft._elastic import Change, DataRank
 from lightning_ft._kinds import is_stateful, kind_of, kind_of_dataset, leaves_by_itself, length_of
@@ -85,6 +85,7 @@ class Tracker:
         self._deal: dict[str, Any] | None = None
         self._fetching: _rng.Stream | None = None
         self._dataset: SeededDataset | None = None
+        self._drawn: dict[int, Any] = {}  # indices of the batches that are being fetched, and of the last ones
 
     def attach(self, loader: Any) -> None:
         """This tracker speaks for `loader` (the original, not the tracked one)."""
@@ -303,6 +304,19 @@ class Tracker:
             self._digest = digest(batch)
         return batch
 
+    def _note_drawn(self, ordinal: int, indices: Any) -> None:
+        # In a new pass, numbers begin anew: what is above this one is of the pass before.
+        self._drawn = {n: i for n, i in self._drawn.items() if self.delivered - 2 <= n < ordinal}
+        self._drawn[ordinal] = indices
+
+    def indices(self, ahead: int = 0) -> Any:
+        """What the dataset was asked for to make the batch delivered last, or one before; None if nobody knows.
+
+        Args:
+            ahead: How many batches were delivered since.
+        """
+        return self._drawn.get(self.delivered - 1 - ahead)
+
     def _fetching_draws(self, stream: _rng.Stream) -> AbstractContextManager[None]:
         """Where what a fetch draws in the main process comes from."""
         if self.kind != "indexed":
@@ -333,6 +347,7 @@ class Tracker:
                     f"{self._name} ({name}) ended after {count - 1} batches on replay, and {total} "
                     "had been trained: it does not repeat itself and keeps no state, so it cannot be resumed."
                 ) from None
+            _headway.made()
             if count % _PROGRESS_BATCHES == 0:
                 _log.warning("%s: %d of %d batches fetched again", self._name, count, total)
         if total and state["digest"] is None:
@@ -365,7 +380,7 @@ class Tracker:
             seed_of = self._batch_seed if self._seed_batches else None
             base = getattr(loader, name)
             replaced[name] = IndexSource(
-                base, self._order_stream, seed_of, lambda: self.delivered, lambda: self._rest(base)
+                base, self._order_stream, seed_of, lambda: self.delivered, lambda: self._rest(base), self._note_drawn
             )
         if self._seed_batches and kind_of_dataset(loader) == "map":
             self._dataset = SeededDataset(loader.dataset, self._seed("batch", self._rank))

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Literal
 
+from lightning_ft import _starts
 from lightning_ft._names import (
+    STARTS_NAME,
     SUFFIX,
     is_local,
     join,
@@ -41,6 +43,9 @@ _NO_RUN = ""
 _MISSING = "missing"
 _LOOKS_AGAIN = 3
 
+AS_RECORDED = -1
+"""Of `give_up_after`: what the run that wrote into the directory had."""
+
 LOOKED_AT_FIRST = 5
 """Of a large directory, so many checkpoints that are last by step, and as many by version, are read at first."""
 
@@ -57,6 +62,8 @@ class Selection:
     """Other checkpoints: of plain Lightning, of a `ModelCheckpoint` of the run; never chosen here."""
     empty: bool
     """Whether there is no checkpoint of any run of ours at all, good or bad."""
+    futile_starts: int = 0
+    """So many starts from the chosen one have saved nothing, and so it was with every one before it."""
 
 
 def list_checkpoints(
@@ -71,12 +78,11 @@ def list_checkpoints(
     """
     storage = Storage(storage_options)
     dirpath = normalise(dirpath)
-    return _newest_first(_examine_all(storage, dirpath, _candidates(storage, dirpath)))
+    return _newest_first(_examine_all(storage, dirpath, _candidates(storage, dirpath, storage.entries(dirpath))))
 
 
-def _candidates(storage: Storage, dirpath: str) -> list[Entry]:
-    """The entries that may be checkpoints: not those of stores that a marker shows to be unfinished."""
-    entries = storage.entries(dirpath)
+def _candidates(storage: Storage, dirpath: str, entries: Sequence[Entry]) -> list[Entry]:
+    """Of these in `dirpath` what may be checkpoints: not what a marker in a store shows to be unfinished."""
     marked = {found.name for entry in entries if (found := parse_leftover(entry.name)) and found.kind != "probe"}
     return [
         entry
@@ -233,6 +239,7 @@ def select(
     depth: Depth = "full",
     storage_options: Mapping[str, Any] | None = None,
     verifying: Verifying = verify,
+    give_up_after: int | None = AS_RECORDED,
 ) -> Selection:
     """The newest checkpoint of the newest run that is good to this depth, and what was passed over for it.
 
@@ -251,27 +258,35 @@ def select(
         depth: How good: see `verify`.
         storage_options: For `fsspec`, used with URLs only.
         verifying: What looks into a candidate.
+        give_up_after: A checkpoint from which a run was started so often without having saved a newer one (`_starts`)
+            is passed over, unless that is so with all of them; None: never; default: as the last run had it.
 
     Raises:
         OSError: The directory cannot be listed.
     """
-    selection = _select(dirpath, depth, storage_options, verifying)
+    selection = _select(dirpath, depth, storage_options, verifying, give_up_after)
     for _ in range(_LOOKS_AGAIN):
         # What is gone since it was listed was rotated away by a living run, which has committed a newer one.
         if not any(reason == _MISSING for _, reason in selection.passed_over):
             break
-        selection = _select(dirpath, depth, storage_options, verifying)
+        selection = _select(dirpath, depth, storage_options, verifying, give_up_after)
     for path, reason in selection.passed_over:
         emit(PassedOver(path, reason))
     return selection
 
 
 def _select(
-    dirpath: str | os.PathLike[str], depth: Depth, storage_options: Mapping[str, Any] | None, verifying: Verifying
+    dirpath: str | os.PathLike[str],
+    depth: Depth,
+    storage_options: Mapping[str, Any] | None,
+    verifying: Verifying,
+    give_up_after: int | None,
 ) -> Selection:
     storage = Storage(storage_options)
     dirpath = normalise(dirpath)
-    entries = _candidates(storage, dirpath)
+    listed = storage.entries(dirpath)
+    entries = _candidates(storage, dirpath, listed)
+    given_up = _given_up(storage, dirpath, listed, give_up_after)
     verified: dict[str, CheckpointInfo] = {}
 
     def verify_once(info: CheckpointInfo) -> CheckpointInfo:
@@ -279,14 +294,38 @@ def _select(
             verified[info.path] = verifying(info.path, depth, storage_options)
         return verified[info.path]
 
-    if len(entries) > 2 * LOOKED_AT_FIRST:
+    def verify_unless_given_up(info: CheckpointInfo) -> CheckpointInfo:
+        starts = given_up.get(info.manifest.generation) if info.manifest is not None else None
+        return verify_once(info) if starts is None else replace(info, problem=futile(starts))
+
+    if len(entries) > 2 * LOOKED_AT_FIRST and not given_up:
         infos = _newest_first(_likely_newest(storage, dirpath, entries))
         if infos and run_of(infos[0]) is not None and infos[-1].problem is None:
             newest = verify_once(infos[0])
             if newest.problem is None:
                 foreign = tuple(info for info in infos if run_of(info) is None)
                 return Selection(newest, (), foreign, empty=False)
-    return _choose(_newest_first(_examine_all(storage, dirpath, entries)), verify_once)
+    infos = _newest_first(_examine_all(storage, dirpath, entries))
+    selection = _choose(infos, verify_unless_given_up)
+    if selection.chosen is not None or not given_up:
+        return selection
+    # Then it is not the checkpoints. To go on from the newest loses least, and a run is never begun anew unasked.
+    selection = _choose(infos, verify_once)
+    manifest = selection.chosen.manifest if selection.chosen is not None else None
+    return replace(selection, futile_starts=given_up.get(manifest.generation, 0) if manifest is not None else 0)
+
+
+def _given_up(storage: Storage, dirpath: str, listed: Sequence[Entry], after: int | None) -> dict[str, int]:
+    """By generation, how often a run was started in vain from what is not to be started from any more."""
+    if after is None or not any(entry.name == STARTS_NAME for entry in listed):
+        return {}
+    starts = _starts.read(storage, dirpath)
+    return starts.given_up(starts.limit if after == AS_RECORDED else after)
+
+
+def futile(starts: int) -> str:
+    """Why a checkpoint is passed over from which so many starts have saved nothing."""
+    return f"the run was started from it {starts} times and has not saved a newer one"
 
 
 def _likely_newest(storage: Storage, dirpath: str, entries: Iterable[Entry]) -> list[CheckpointInfo]:
@@ -347,7 +386,7 @@ def last_good(
 
 
 def start_of(dirpath: str, storage_options: Mapping[str, Any] | None = None) -> tuple[set[str], int]:
-    """The names of the checkpoints in `dirpath`, and the ordinal of a start that supersedes all of them.
+    """The names in `dirpath` (checkpoints; the file of `_starts`), and the ordinal of a start that supersedes all.
 
     Reads as few of them as `select` does; the start of the newest is the greatest.
 
@@ -356,13 +395,15 @@ def start_of(dirpath: str, storage_options: Mapping[str, Any] | None = None) -> 
     """
     storage = Storage(storage_options)
     dirpath = normalise(dirpath)
-    entries = _candidates(storage, dirpath)
+    listed = storage.entries(dirpath)
+    entries = _candidates(storage, dirpath, listed)
     infos: list[CheckpointInfo] = []
     if len(entries) > 2 * LOOKED_AT_FIRST:
         infos = _likely_newest(storage, dirpath, entries)
     if not infos or any(info.problem is not None for info in infos):
         infos = _examine_all(storage, dirpath, entries)
-    return {entry.name for entry in entries}, next_start(infos)
+    names = {entry.name for entry in entries} | {entry.name for entry in listed if entry.name == STARTS_NAME}
+    return names, next_start(infos)
 
 
 def next_start(infos: Iterable[CheckpointInfo]) -> int:

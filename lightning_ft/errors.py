@@ -14,8 +14,10 @@
         │       └── UnsupportedFormatError     written by a version this one cannot read
         ├── RestoreError               a good checkpoint does not fit the present run
         │   └── TopologyError              ... because the number of ranks differs
+        ├── DivergenceError            the loss is bad, and a guard ends the run (also a SystemExit)
         ├── DirectoryInUseError        another live process writes into the directory
         └── RankFailure                another rank failed and said so
+            ├── RankLostError              ... or is late beyond its time, or gone without a word
             └── PeerLostError              ... or is gone; ends the process with a code of its own (also a SystemExit)
 
 Every class survives pickling with its attributes and notes, because errors travel between ranks.
@@ -23,10 +25,10 @@ Every class survives pickling with its attributes and notes, because errors trav
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_ft.exit_codes import PEER_LOST
+from lightning_ft.exit_codes import DIVERGED, PEER_LOST
 
 
 class FaultToleranceError(Exception):
@@ -142,6 +144,42 @@ class TopologyError(RestoreError):
         self.present = present
 
 
+class DivergenceError(FaultToleranceError, SystemExit):
+    """The loss was not finite, or too high, and `DivergenceGuard` ends the run; raised on all ranks at the same step.
+
+    Uncaught, it ends the process with `exit_codes.DIVERGED`, without a traceback; what it says was logged before.
+
+    Attributes:
+        step: Optimizer steps taken.
+        batch: The batch with the bad loss, numbered over the run from 1 on.
+        losses: Per rank, its bad losses; empty for a rank that had none.
+        indices: Per rank, per loader, the indices that the batch was made of; None where nobody knows them.
+        emergency: The emergency checkpoint; empty if there is none.
+        restart_from: The last finite checkpoint; empty if there is none.
+    """
+
+    code = DIVERGED
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int = 0,
+        batch: int = 0,
+        losses: Sequence[Sequence[float]] = (),
+        indices: Sequence[Sequence[Any]] = (),
+        emergency: str = "",
+        restart_from: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.batch = batch
+        self.losses = tuple(tuple(each) for each in losses)
+        self.indices = tuple(tuple(each) for each in indices)
+        self.emergency = emergency
+        self.restart_from = restart_from
+
+
 class DirectoryInUseError(FaultToleranceError):
     """Another live process, or another trainer of this one, writes checkpoints into the directory."""
 
@@ -157,6 +195,21 @@ class RankFailure(FaultToleranceError):
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} failed: {message}")
         self.rank = rank
+        self.message = message
+
+
+class RankLostError(RankFailure):
+    """A rank did not come where all ranks meet at every step; raised on those that did.
+
+    Attributes:
+        ranks: The ranks that are late or gone; empty if that cannot be told.
+        rank: The first of them; -1 if there is none.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], message: str) -> None:
+        FaultToleranceError.__init__(self, message)
+        self.ranks = ranks
+        self.rank = ranks[0] if ranks else -1
         self.message = message
 
 

@@ -32,8 +32,9 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 DIRECTORY_MANIFEST = "manifest.json"
 """The manifest of a checkpoint that is a directory, and what makes it one."""
 METADATA = ".metadata"
-REST = "meta.pt"
 """What every directory of DCP has, that of plain Lightning too: the table of its tensors."""
+REST = "meta.pt"
+"""What Lightning writes beside it: everything that is neither weights nor optimizer state."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Of a directory; it has about 100 bytes per file."""
 

@@ -24,6 +24,7 @@ from lightning_ft._engine import Writer
 from lightning_ft._failure import Failure, agreed_failure
 from lightning_ft._loading import Loading
 from lightning_ft._plan import Late
+from lightning_ft._replicated import Replicated
 from lightning_ft._save_options import SaveOptions, manifest_of, options_of
 from lightning_ft._save_task import SaveTask
 from lightning_ft._sharded_loading import load_into
@@ -70,6 +71,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             What is not as it was written is removed, and the save has failed. Of a local file the kernel's page cache
             is dropped before, so that the disk itself is asked as far as it lets. With ``"full"`` rotation counts only
             on checkpoints that were read whole by this process.
+        layout: What `FaultTolerantCheckpoint` saves under DDP and on a single device: ``"file"``, which rank 0 writes;
+            or ``"sharded"``, a directory of which each rank writes its share of what all have alike, and which loads
+            anywhere. A sharded strategy decides for itself; what others save (`ModelCheckpoint`, you) stays a file.
         load: Who reads a checkpoint that all ranks load: ``"each"`` for itself; or, with ``"broadcast"``, rank 0 alone,
             which sends what it has loaded to the others, tensor by tensor, to the CPU: storage is read once. For DDP,
             and for whatever of a sharded strategy is in one file; all ranks have to call `load_checkpoint` then.
@@ -91,6 +95,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         when_busy: Literal["wait", "newest", "skip"] = "wait",
         verify: Literal["full", "size", "off"] = "full",
         verify_after_write: Literal[False, "size", "full"] = False,
+        layout: Literal["file", "sharded"] = "file",
         load: Literal["each", "broadcast"] = "each",
         on_error: Literal["raise", "warn"] = "raise",
         retries: int = 3,
@@ -101,6 +106,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         _require("when_busy", when_busy, ("wait", "newest", "skip"))
         _require("verify", verify, ("full", "size", "off"))
         _require("verify_after_write", verify_after_write, (False, "size", "full"))
+        _require("layout", layout, ("file", "sharded"))
         _require("load", load, ("each", "broadcast"))
         _require("on_error", on_error, ("raise", "warn"))
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
@@ -112,6 +118,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         self.when_busy = when_busy
         self.verify = verify
         self.verify_after_write = verify_after_write
+        self.layout = layout
         self.load = load
         self.on_error = on_error
         self.retries = retries
@@ -177,7 +184,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         manifest = manifest_of(checkpoint)
 
         def take(late: Late | None) -> SaveTask:
-            staged = self._checked(self.stager.stage(checkpoint, late), checkpoint, path)
+            staged = self._rule.checked(self.stager.stage(checkpoint, late), checkpoint, path)
             staged.blocked_secs = time.monotonic() - options.asked_at
             return SaveTask(path, staged, manifest, options.on_commit, options.replaceable, options.asked_at)
 
@@ -186,7 +193,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     def save_sharded(
         self,
-        state: dict[str, Any],
+        state: dict[str, Any] | Replicated,
         checkpoint: dict[str, Any],
         path: str | os.PathLike[str],
         storage_options: Any | None = None,
@@ -229,7 +236,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             copy: Staged | Unstaged
             try:
                 staged = stage(self.stager, agreed, checkpoint, late)
-                copy = self._checked(staged, checkpoint if agreed.rank == 0 else {}, agreed.path)
+                copy = self._rule.checked(staged, checkpoint if agreed.rank == 0 else {}, agreed.path)
             except Exception as error:
                 copy = Unstaged(error)
             copy.blocked_secs = time.monotonic() - options.asked_at
@@ -275,15 +282,6 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if stager is not None:
             stager.close()
 
-    def _checked(self, staged: Staged, checkpoint: dict[str, Any], path: str) -> Staged:
-        try:
-            if staged.odd:
-                self._rule.check(checkpoint, path)
-        except BaseException:
-            staged.release()
-            raise
-        return staged
-
     def before_optimizer_step(self) -> None:
         """Parameters may be changed: every copy of them was taken. Thread: main. Blocks on: copies under way."""
         if self._stager is not None:
@@ -299,10 +297,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
         Ranks: those that take copies.
         """
-        if self._stager is None or not self._stager.to_be_repeated:
-            return False
-        self._stager.to_be_repeated = False
-        return True
+        return self._stager is not None and self._stager.take_repeat()
 
     @override
     def load_checkpoint(

@@ -50,6 +50,7 @@ def plan(
     run_id: str,
     newest: str,
     pinned: frozenset[str],
+    given_up: frozenset[str] = frozenset(),
 ) -> list[Decision]:
     """One decision per info, newest first; only good checkpoints of this run under our names are deleted.
 
@@ -59,13 +60,19 @@ def plan(
         run_id: The run whose checkpoints may be deleted.
         newest: Path of the checkpoint committed last. Unless it is there and good, nothing is deleted.
         pinned: Paths that are kept whatever the policy says.
+        given_up: Generations from which nothing is to be started any more: they do not count, and go with what is
+            older than those that do.
     """
     ordered = sorted(infos, key=lambda info: (info.order, info.path), reverse=True)
     if not any(info.path == newest and info.problem is None and info.manifest is not None for info in infos):
         return [Decision(info.path, True, "the newest checkpoint is not known to be good") for info in ordered]
-    ours = [info.path for info in ordered if untouchable(info, run_id) is None]
-    last = frozenset(ours if retention.keep_last == -1 else ours[: retention.keep_last])
-    milestones = _milestones([info for info in ordered if untouchable(info, run_id) is None], retention)
+    ours = [info for info in ordered if untouchable(info, run_id) is None]
+    counting = [info.path for info in ours if info.manifest and info.manifest.generation not in given_up]
+    kept = counting if retention.keep_last == -1 else counting[: retention.keep_last]
+    paths = [info.path for info in ours]
+    # All down to the last one that counts, with what lies between.
+    last = frozenset(paths[: paths.index(kept[-1]) + 1] if kept else paths)
+    milestones = _milestones([info for info in ours if info.path in counting], retention)
     return [_decide(info, retention, run_id, newest, pinned, last, milestones) for info in ordered]
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ft import discovery, events, retention
+from lightning_ft._names import split
 from lightning_ft._read_back import read_back
 from lightning_ft.errors import CorruptCheckpointError
 from lightning_ft.manifest import CheckpointInfo, Manifest
@@ -33,7 +34,13 @@ class Trust:
         """The checkpoint with this manifest was read back."""
         self._problems[manifest.generation] = None
 
-    def seen(self, infos: Sequence[CheckpointInfo], policy: retention.Retention, run_id: str) -> list[CheckpointInfo]:
+    def seen(
+        self,
+        infos: Sequence[CheckpointInfo],
+        policy: retention.Retention,
+        run_id: str,
+        given_up: frozenset[str] = frozenset(),
+    ) -> list[CheckpointInfo]:
         """`infos`, those with a problem that count for `policy` and turn out to be damaged.
 
         Blocks on: reading what of them was never read, down to the last that is needed.
@@ -46,6 +53,8 @@ class Trust:
             if good == policy.keep_last or policy.keep_last == -1:
                 break
             if retention.untouchable(info, run_id) is not None or info.manifest is None:
+                continue
+            if info.manifest.generation in given_up:
                 continue
             problem = self._read(info.path, info.manifest)
             if problem is None:
@@ -75,12 +84,13 @@ def rotate(
     committed: Manifest,
     *,
     pinned: frozenset[str] = frozenset(),
+    given_up: frozenset[str] = frozenset(),
     trust: Trust | None = None,
-) -> None:
+) -> list[str]:
     """`dirpath` holds what `policy` keeps of run `run_id`, judged from a fresh listing.
 
-    Nothing is deleted unless `newest` is listed and good. A file that cannot be deleted stays, with a warning: one
-    too many is no danger to the run.
+    Returns the names that were deleted. None is unless `newest` is listed and good. A file that cannot be deleted
+    stays, with a warning: one too many is no danger to the run.
 
     Thread: writer. On disk after: at least `policy.keep_last` good checkpoints, once so many were made. Good is what
     the listing says, that is manifest and size; with `trust`, what was read.
@@ -93,6 +103,7 @@ def rotate(
         storage_options: For `fsspec`, used with URLs only.
         committed: The manifest of `newest`.
         pinned: Paths that are kept whatever the policy says.
+        given_up: Generations that do not count, see `retention.plan`.
         trust: What was read of the directory so far, `newest` included.
     """
     storage = Storage(storage_options)
@@ -100,12 +111,13 @@ def rotate(
         infos = discovery.list_checkpoints(dirpath, storage_options)
         if trust is not None:
             trust.read(committed)
-            infos = trust.seen(infos, policy, run_id)
+            infos = trust.seen(infos, policy, run_id, given_up)
     except Exception as error:  # stores have errors of their own classes
         _log.warning("no rotation after %s: cannot look through %s: %s", newest, dirpath, error)
         events.emit(events.DeleteSkipped(dirpath, f"{type(error).__name__}: {error}"))
-        return
-    for decision in retention.plan(infos, policy, run_id, newest, pinned):
+        return []
+    removed = []
+    for decision in retention.plan(infos, policy, run_id, newest, pinned, given_up):
         if decision.keep:
             continue
         try:
@@ -113,3 +125,6 @@ def rotate(
         except Exception as error:
             _log.warning("could not remove %s: %s", decision.path, error)
             events.emit(events.DeleteSkipped(decision.path, f"{type(error).__name__}: {error}"))
+        else:
+            removed.append(split(decision.path)[1])
+    return removed

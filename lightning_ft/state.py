@@ -121,7 +121,8 @@ def restore_state_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
     positions = [i for group in state["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for position, parameter in zip(positions, parameters, strict=True):
-        for key, value in state["state"].get(position, {}).items():
+        # `ZeroRedundancyOptimizer` leaves nothing in it of what other ranks have.
+        for key, value in (state["state"].get(position) or {}).items():
             loaded = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(loaded.device, copy=True)

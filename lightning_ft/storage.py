@@ -27,16 +27,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 import fsspec
-import xxhash
 
 from lightning_ft._attempt import Attempt
 from lightning_ft._directory import DirectoryAttempt, FileAttempt, mismatch
 from lightning_ft._local_store import LocalStore
-from lightning_ft._names import is_local, join, normalise, parse_leftover, probe_name
+from lightning_ft._names import is_local, join, normalise, parse_leftover, probe_name, split
 from lightning_ft._objects import Entry, ObjectStore
-from lightning_ft._ranged_file import RangedFile
-from lightning_ft._verified_file import open_compared, open_verified
-from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
+from lightning_ft._verified_file import digest_of, open_compared, open_verified
+from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from lightning_ft.events import (
     AttemptOpened,
     Deleted,
@@ -49,6 +47,7 @@ from lightning_ft.manifest import (
     DIRECTORY_MANIFEST,
     MAX_MANIFEST_BYTES,
     METADATA,
+    REST,
     FileRecord,
     Manifest,
     parse_directory,
@@ -59,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Attempt", "DirectoryAttempt", "FileAttempt", "Storage"]
 
-# What is read of a local file at a time, into the same memory: it is hashed while it is in the processor's cache.
-HASHED_BYTES = 1 << 20
 # Of one call of a store: long enough for a part of an upload over a slow line and for some repetitions, and short
 # enough for a run to hear of a store that does not answer.
 DEADLINE_SECS = 60.0
@@ -161,6 +158,21 @@ class Storage:
         path = normalise(path)
         self._store(path).put(path, data)
 
+    def write_object(self, url: str, data: memoryview) -> None:
+        """The object at `url`, in a store, is `data`, of any size, in place of what it was: whole, or not at all.
+
+        Blocks on: the store, up to the deadline for each part.
+        """
+        url = normalise(url)
+        store = self._store(url)
+        assert isinstance(store, ObjectStore), f"{url}: no URL of a store"
+        store.write(url, data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """A small file that is no checkpoint is at `path`, and holds `data`; one before it was there until then."""
+        path = normalise(path)
+        self._store(path).replace(path, data)
+
     def remove_file(self, path: str) -> None:
         """The small file `path` is gone; raises FileNotFoundError if there was none, and the storage says so."""
         path = normalise(path)
@@ -212,8 +224,8 @@ class Storage:
             removed = self._store(dirpath).remove_abandoned(dirpath)
         except FileNotFoundError:
             return []  # no such directory
-        except StorageError as error:  # no reason not to train: they do no harm
-            logger.warning("unfinished uploads into %s are not looked for: %s", dirpath, error)
+        except OSError as error:  # no reason not to train: they do no harm
+            logger.warning("what killed saves have left in %s is not looked for: %s", dirpath, error)
             return []
         for path in removed:
             emit(LeftoverRemoved(path))
@@ -267,6 +279,17 @@ class Storage:
         """Whether `path` is a directory with a checkpoint in it, of ours or of plain Lightning."""
         return not self.is_file(path) and any(self.exists(join(path, name)) for name in (DIRECTORY_MANIFEST, METADATA))
 
+    def refuse_part(self, path: str) -> None:
+        """The file `path` is a checkpoint by itself, as far as its name tells.
+
+        Raises:
+            CheckpointError: It is one file of a directory that is one.
+        """
+        directory, name = split(path)
+        is_part = name in (DIRECTORY_MANIFEST, METADATA, REST) or name.endswith(".distcp")
+        if is_part and self.exists(join(directory, METADATA)):
+            raise CheckpointError(f"{path} is one file of a sharded checkpoint: give its directory, {directory}")
+
     def compare(self, path: str, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Every byte of `path` is as `manifest` says; memory: one chunk, of a store a few.
 
@@ -279,19 +302,25 @@ class Storage:
             CorruptCheckpointError: Something else is there; of a directory, says in which file.
             OSError: It cannot be read.
         """
-        if not manifest.files:
-            self._compare(path, FileRecord(manifest.size_bytes, manifest.digest), path, "data")
-            return
-        for name in manifest.files if names is None else names:
-            self._compare(join(path, name), manifest.files[name], path, name)
+        if manifest.files:
+            chosen = manifest.files if names is None else names
+            wrong = next((name for name in chosen if not self.holds(join(path, name), manifest.files[name])), None)
+        else:
+            wrong = None if self.holds(path, FileRecord(manifest.size_bytes, manifest.digest)) else "data"
+        if wrong is not None:
+            raise CorruptCheckpointError(path, f"{wrong} is damaged: its digest does not match the manifest")
 
-    def _compare(self, path: str, record: FileRecord, checkpoint: str, what: str) -> None:
-        digest = self.read_digest(path, record.size_bytes)
-        if digest != record.digest and not is_local(path):
-            # Nothing else checks what comes over the line, and it may not be the file that is damaged.
-            digest = self.read_digest(path, record.size_bytes)
-        if digest != record.digest:
-            raise CorruptCheckpointError(checkpoint, f"{what} is damaged: its digest does not match the manifest")
+    def holds(self, path: str, record: FileRecord) -> bool:
+        """Whether the bytes of `path` are those of `record`, which is as long.
+
+        Of a store two readings must say that they are not: nothing else checks what comes over the line, and it need
+        not be the file that is damaged.
+
+        Raises:
+            CorruptCheckpointError: The file is shorter.
+        """
+        readings = 1 if is_local(path) else 2
+        return any(self.read_digest(path, record.size_bytes) == record.digest for _ in range(readings))
 
     def read_digest(self, path: str, size_bytes: int) -> str:
         """The xxh3-128 of the first `size_bytes` bytes of `path`, hexadecimal; memory: one chunk, of a store a few.
@@ -299,17 +328,11 @@ class Storage:
         Raises:
             CorruptCheckpointError: The file is shorter.
         """
-        state = xxhash.xxh3_128()
-        left = size_bytes
-        buffer = memoryview(bytearray(min(size_bytes, HASHED_BYTES)))
         with self.open_read(path) as file:
-            while left:
-                chunk = file.next_bytes(left) if isinstance(file, RangedFile) else _filled(file, buffer[:left])
-                if not chunk:
-                    raise CorruptCheckpointError(path, f"ends {left} bytes before its end-of-archive record")
-                state.update(chunk)
-                left -= len(chunk)
-        return state.hexdigest()
+            digest, missing_bytes = digest_of(file, size_bytes)
+        if missing_bytes:
+            raise CorruptCheckpointError(path, f"ends {missing_bytes} of {size_bytes} bytes too early")
+        return digest
 
     def open_read(self, path: str) -> BinaryIO:
         """The bytes of `path`, to be closed by the caller; large reads use several threads or requests."""
@@ -356,7 +379,7 @@ class Storage:
         return self._store(path).size(path)
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Name and size in bytes of every file in the directory `path`."""
+        """Name and size in bytes of every file in the directory `path`; none or FileNotFoundError if there is none."""
         path = normalise(path)
         return self._store(path).sizes(path)
 
@@ -412,7 +435,3 @@ def _returned(result: tuple[Manifest | None, int] | Exception) -> tuple[Manifest
     if isinstance(result, Exception):
         raise result
     return result
-
-
-def _filled(file: BinaryIO, buffer: memoryview) -> memoryview:
-    return buffer[: file.readinto(buffer)]  # type: ignore[attr-defined]

@@ -8,18 +8,24 @@ checkpoint goes and how it is read (`_ShardedCheckpoints`)::
     full             rank 0: everything; the others: nothing   one file, as with any other strategy
 
 Whatever is on disk loads into either strategy, on any number of ranks: see `_sharded_loading`.
+
+Of Lightning's own strategies (2.5.5 to 2.6) these use what is private: `_setup_model`, `_state_dict_type`,
+`_save_distributed_checkpoint` and `_checkpoint_io`, for none of which there is a public way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch import strategies as theirs
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,13 +33,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ft._own_state import differing, own_state
 from lightning_ft._places import Places, note_wrapper
-from lightning_ft._positions import by_position
+from lightning_ft._positions import by_name, by_position
 from lightning_ft._wrappers import plain_name, plain_names, plain_optimizer_state
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 
 __all__ = ["FSDPStrategy", "ModelParallelStrategy"]
+
+_log = logging.getLogger(__name__)
 
 
 class _ShardedCheckpoints(theirs.ParallelStrategy):
@@ -71,7 +80,7 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
         """`checkpoint` is on its way to `filepath`, of which rank 0's is taken. Ranks: all."""
         path = self.broadcast(os.fspath(filepath))
         plugin = self._plugin()
-        self._require_known_names(checkpoint["state_dict"])
+        self._look_once(checkpoint)
         if self.saves_sharded:
             state = {self.weights_key: checkpoint.pop("state_dict")}
             for number, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -80,12 +89,26 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
         elif self.is_global_zero:
             plugin.save_checkpoint(checkpoint, path, storage_options)
 
-    def _require_known_names(self, weights: dict[str, Any]) -> None:
-        """Once: what is saved can be loaded. A `state_dict` of the user's own may name things as it likes."""
+    def _look_once(self, checkpoint: dict[str, Any]) -> None:
+        """At the first save of a model: it can be loaded, and what would not be the same then is said."""
         module = self.lightning_module
         assert module is not None
         if module is self._names_known_of:
             return
+        self._require_known_names(module, checkpoint["state_dict"])
+        self._names_known_of = module
+        own: list[Any] = [None] * self.world_size
+        dist.all_gather_object(own, own_state(module, checkpoint.get("callbacks", {})))
+        if (different := differing(own)) and self.is_global_zero:
+            more = f" and {len(different) - 5} more" if len(different) > 5 else ""
+            _log.warning(
+                "ranks differ in %s%s: checkpoints hold what rank 0 has, which a restart gives to all, so it is not "
+                "exact. Let the ranks have the same: SyncBatchNorm does, for running statistics; of shards, a callback "
+                "can keep none", ", ".join(different[:5]), more,
+            )  # fmt: skip
+
+    def _require_known_names(self, module: pl.LightningModule, weights: dict[str, Any]) -> None:
+        """A `state_dict` of the user's own may name things as it likes."""
         places = Places(module)
         unknown = places.unplaced(weights)
         missing = [] if not module.strict_loading else sorted(places.by_name.keys() - map(places.canonical, weights))
@@ -96,7 +119,6 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
                 f"parameters or buffers, and leaves out {missing[:5]}: {type(self).__name__} could not load that. Keep "
                 "what is no parameter in on_save_checkpoint; to leave something out, set strict_loading = False"
             )
-        self._names_known_of = module
 
     @override
     def load_checkpoint(
@@ -133,6 +155,8 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
 
 class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
     """Lightning's `FSDPStrategy`, same arguments, with checkpoints through `FaultTolerantCheckpointIO`.
+
+    One file, by default; a directory, written by all ranks, with ``state_dict_type="sharded"``.
 
     ``accelerator="cpu"`` works. Name in the registry: ``"fsdp_ft"``.
     """
@@ -180,6 +204,7 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
     def _setup_model(self, model: Module) -> Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        _silence_torch_about_itself()
         module, wrapped = model, any(isinstance(m, FullyShardedDataParallel) for m in model.modules())
         if self.root_device.type != "cpu" or wrapped:
             model = super()._setup_model(model)
@@ -227,10 +252,8 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
             kind = api.StateDictType.FULL_STATE_DICT
             weights = api.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
             optimizer = api.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            with Fsdp.state_dict_type(self.model, kind, weights, optimizer):
-                yield
+        with Fsdp.state_dict_type(self.model, kind, weights, optimizer):
+            yield
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -258,8 +281,25 @@ class FSDPStrategy(_ShardedCheckpoints, theirs.FSDPStrategy):
         return by_position(state, Places(self.lightning_module).parameter_names()) if self.is_global_zero else {}
 
 
+def _silence_torch_about_itself() -> None:
+    """What FSDP warns of at every save, and only torch could change, is not shown in this process any more.
+
+    Not by ``catch_warnings`` around a save: that makes Python forget what it has shown, and show it all again, the
+    user's own warnings included.
+    """
+    for category, message, module in (
+        (FutureWarning, r"FSDP\.state_dict_type\(\)", ""),
+        (FutureWarning, "Please use DTensor instead and we are deprecating ShardedTensor", ""),
+        (UserWarning, "`_get_pg_default_device` will be deprecated", r"torch\.distributed\.fsdp\."),
+        (UserWarning, "Multiple backends are registered with this ProcessGroup", r"torch\.distributed\.fsdp\."),
+    ):
+        warnings.filterwarnings("ignore", message, category, module)
+
+
 class ModelParallelStrategy(_ShardedCheckpoints, theirs.ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy`, same arguments, with checkpoints through `FaultTolerantCheckpointIO`.
+
+    A directory, written by all ranks, by default; one file with ``save_distributed_checkpoint=False``.
 
     ``accelerator="cpu"`` works; give ``process_group_backend="gloo"`` where torch would choose another one. Name in
     the registry: ``"model_parallel_ft"``.
@@ -307,12 +347,7 @@ class ModelParallelStrategy(_ShardedCheckpoints, theirs.ModelParallelStrategy):
                 f"{type(optimizer).__name__}: {unknown} of its parameters are not the model's any more: make it in "
                 "configure_optimizers, of the model as configure_model has parallelised it"
             )
-        state = optimizer.state_dict()
-        named = {position: keys[id(p)] for position, p in enumerate(parameters)}
-        state["state"] = {named[position]: values for position, values in state["state"].items()}
-        state["param_groups"] = [
-            {**group, "params": [named[position] for position in group["params"]]} for group in state["param_groups"]
-        ]
+        state = by_name(optimizer.state_dict(), [keys[id(p)] for p in parameters])
         return state if self.saves_sharded else self._gathered(state)
 
     def _gathered(self, state: dict[Any, Any]) -> dict[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,13 +23,13 @@ import torch
 
 from lightning_ft import _loops
 from lightning_ft._recorder import KillPoint, KillSwitch, Recorder, check_kill_point
+from lightning_ft._traces import Record, differences, replayed, words
+from lightning_ft._traces import read as _read
 
 __all__ = ["Comparison", "KillPoint", "assert_resume_exact"]
 
 PRELOADED = ["lightning_ft.callback", "lightning_ft.testing", "torch._dynamo"]
 """What fresh processes have imported from the start: all that a training imports, which takes seconds."""
-
-_Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -127,70 +126,33 @@ def assert_resume_exact(
     for number, point in enumerate(points):
         start("restarted", number, point)
     start("restarted", len(points), None)
-    replayed = 0
+    again = 0
     for rank in range(world_size):
         expected = _read(base / "uninterrupted", rank)
         actual = _read(base / "restarted", rank)
-        replayed += _compare(expected, actual, rank)
+        again += _compare(expected, actual, rank)
     records = [r for rank in range(world_size) for r in _read(base / "uninterrupted", rank)]
     kinds = [r["kind"] for r in records]
     return Comparison(
         steps=kinds.count("step") // world_size,
-        replayed=replayed,
+        replayed=again,
         validations=kinds.count("validation"),
         dirpath=str(base / "restarted" / "checkpoints"),
     )
 
 
-def _compare(expected: list[_Record], actual: list[_Record], rank: int) -> int:
+def _compare(expected: list[Record], actual: list[Record], rank: int) -> int:
     """How many steps were replayed; every record of the restarted run must equal the one of the uninterrupted run."""
-    wanted = {_key(r): r["values"] for r in expected}
-    order = {key: i for i, key in enumerate(wanted)}
-    seen: dict[Any, int] = {}
-    where = f" on rank {rank}" if rank else ""
-    for record in sorted(actual, key=lambda r: order.get(_key(r), -1)):
-        key = _key(record)
-        seen[key] = seen.get(key, 0) + 1
-        if key not in wanted:
-            raise AssertionError(f"the restarted run has {_words(key)}{where}, the uninterrupted run has not")
-        for name, value in wanted[key].items():
-            if record["values"].get(name) != value:
-                if record["start"] == 0 and key[0] == "step":
-                    raise AssertionError(
-                        f"{_words(key)}{where}: {name} differs before anything was killed: two uninterrupted runs are "
-                        "not equal. Seed the run (seed_everything in make_trainer), or find what does not repeat"
-                    )
-                actually = record["values"].get(name)
-                raise AssertionError(
-                    f"{_words(key)}{where}: {name} differs: {value} uninterrupted, {actually} restarted"
-                )
-    for key in wanted:
-        if key not in seen:
-            raise AssertionError(f"the uninterrupted run has {_words(key)}{where}, the restarted run has not")
-    return sum(count - 1 for key, count in seen.items() if key[0] == "step")
-
-
-def _key(record: _Record) -> tuple[Any, ...]:
-    return (record["kind"], *record["key"])
-
-
-def _words(key: tuple[Any, ...]) -> str:
-    kind, *numbers = key
-    if kind == "step":
-        return f"step {numbers[0]}"
-    if kind == "validation":
-        return f"validation at step {numbers[0]}, loader {numbers[1]}, batch {numbers[2]}"
-    return f"the end of epoch {numbers[0]}" if kind == "epoch" else "the end of training"
-
-
-def _read(directory: Path, rank: int) -> list[_Record]:
-    records = []
-    for path in sorted(directory.glob(f"*.rank{rank}.jsonl")):
-        # A line cut short by the kill belongs to a batch whose end the run never reached.
-        whole = path.read_text().rpartition("\n")[0]
-        start = int(path.name.partition(".")[0])
-        records += [{**json.loads(line), "start": start} for line in whole.splitlines()]
-    return records
+    for difference in differences(expected, actual, rank):
+        if difference.kind == "value" and difference.start == 0 and difference.key[0] == "step":
+            where = f" on rank {rank}" if rank else ""
+            raise AssertionError(
+                f"{words(difference.key)}{where}: {difference.name} differs before anything was killed: two "
+                "uninterrupted runs are not equal. Seed the run (seed_everything in make_trainer), or find what does "
+                "not repeat"
+            )
+        raise AssertionError(str(difference))
+    return replayed(actual)
 
 
 def _start(run: _Run, timeout: timedelta) -> None:

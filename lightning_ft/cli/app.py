@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lightning_ft.__about__ import __version__
-from lightning_ft.cli import consolidate, diff, list_, prune, show, verify
+from lightning_ft.cli import consolidate, diff, drill, list_, prune, report, show, verify
 from lightning_ft.cli.exits import EXIT_CODES, Code, Failure, say_failure
 
 app = typer.Typer(
@@ -39,9 +39,13 @@ What is in this file?
   lightning-ft show runs/1/step=00001000.ckpt
 The disk is full. What can go?
   lightning-ft prune runs/1 --keep-last 2 --dry-run
+What did its restarts cost, and should it save more often?
+  lightning-ft report runs/1
+Does a restart of my own script give the same numbers?
+  lightning-ft drill -- python train.py
 
-Any path or fsspec URL will do (s3://bucket/run1). list, verify, prune and show need neither torch nor Lightning: they
-work on a login node, and where the training environment is what broke. COMMAND --help has examples.
+Any path or fsspec URL will do (s3://bucket/run1). list, verify, prune, show and report need neither torch nor
+Lightning: they work on a login node, and where the training environment is what broke. COMMAND --help has examples.
 """
 
 
@@ -54,7 +58,7 @@ def _program(
     """`--help` of the program is `HELP`."""
 
 
-for _module in (list_, verify, show, diff, prune, consolidate):
+for _module in (list_, verify, show, diff, prune, consolidate, report, drill):
     _module.add_to(app)
 
 

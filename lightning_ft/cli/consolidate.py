@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from lightning_ft._consolidate import SUFFIXES, consolidate
+from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
-from lightning_ft.cli.output import Output, progress_bar, size
+from lightning_ft.cli.output import Output, progress_bar
 from lightning_ft.storage import Storage
 
 
@@ -49,8 +50,8 @@ JSON:
 
 \b
 Exit code: 0 if OUT is there; 1 if FROM is damaged or no checkpoint; 2 if
-OUT exists, without --force; 3 if there is no FROM; 5 if the storage fails;
-6 if a package is missing.
+OUT exists, without --force, or is a directory; 3 if there is no FROM; 5 if
+the storage fails; 6 if a package is missing.
 """
 
 
@@ -70,8 +71,13 @@ def consolidate_(
     if not target.endswith(SUFFIXES):
         raise typer.BadParameter(f"{target} ends in neither {' nor '.join(SUFFIXES)}", param_hint="OUT")
     options.existing(storage, source, "FROM")
-    if storage.exists(target) and not force:
-        raise typer.BadParameter(f"{target} exists; --force replaces it", param_hint="OUT")
+    if storage.exists(target):
+        if not storage.is_file(target):  # a store would keep both under the one name
+            raise typer.BadParameter(
+                f"{target} is a directory, which is not replaced: give another name", param_hint="OUT"
+            )
+        if not force:
+            raise typer.BadParameter(f"{target} exists; --force replaces it", param_hint="OUT")
     with progress_bar("reading", as_json) as progress:
         manifest = consolidate(storage, source, target, progress)
     output = Output(as_json)

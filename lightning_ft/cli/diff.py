@@ -49,7 +49,7 @@ there is no such file, 6 without torch. All: lightning-ft --help
 
 @reported("diff")
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, path or URL.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint file, path or URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     only: Annotated[str | None, typer.Option(metavar="KEY", help="Only what is under this key.")] = None,
     ignore: Annotated[
@@ -70,7 +70,8 @@ def diff(
         path = options.location(url, chosen, argument)
         options.existing(storage, path, argument, "file")
         if not storage.is_file(path):
-            raise typer.BadParameter(f"{path} is a directory, and a checkpoint file is needed", param_hint=argument)
+            what = f"{path} is a directory, and a file is needed: lightning-ft consolidate makes one of shards"
+            raise typer.BadParameter(what, param_hint=argument)
         paths.append(path)
     from lightning_ft._difference import compare, selector
 

@@ -10,10 +10,11 @@ import typer
 
 from lightning_ft._names import split
 from lightning_ft._survey import Row, Survey, age_secs, checkpoint_paths, survey, total_size
+from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
-from lightning_ft.cli.output import STYLE_OF_STATE, Output, age, count, progress_bar, size
+from lightning_ft.cli.output import STYLE_OF_STATE, Output, age, count, progress_bar
 from lightning_ft.storage import Storage
 
 _LEFTOVERS = ("attempt", "deleted", "probe")

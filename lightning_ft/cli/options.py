@@ -78,7 +78,7 @@ def location(path: str, options: dict[str, Any], argument: str) -> str:
             raise typer.BadParameter(f"{path!r} is no path", param_hint=argument)
         return path
     try:
-        fsspec.core.url_to_fs(path, **options)
+        fsspec.core.url_to_fs(path, **Storage(options).storage_options)  # without those that are ours
     except ImportError as error:
         raise Failure(f"{argument} {path}: {error}", Code.NOT_INSTALLED) from error
     except Exception as error:  # every file system has its own way to refuse options

@@ -18,7 +18,6 @@ STYLE_OF_STATE = {
     "unreadable": "bold red", "missing": "bold red", "directory": "yellow", "attempt": "yellow", "deleted": "yellow",
     "probe": "yellow", "keep": "", "delete": "bold red",
 }  # fmt: skip
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEPS_OF_AGE = ((60.0, "s"), (60.0, "min"), (24.0, "h"), (float("inf"), "d"))
 
 Cell = str | tuple[str, str]
@@ -108,15 +107,6 @@ def printable(text: str) -> str:
     plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     encoding = sys.stdout.encoding or "utf-8"
     return plain.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def size(size_bytes: float) -> str:
-    """`11.5 MiB`."""
-    for unit in _UNITS:
-        if size_bytes < 1024 or unit == _UNITS[-1]:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    raise AssertionError
 
 
 def age(secs: float | None) -> str:

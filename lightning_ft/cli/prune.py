@@ -10,10 +10,11 @@ import typer
 from lightning_ft._lock import DirectoryLock
 from lightning_ft._names import is_local, split
 from lightning_ft._pruning import Pruning, plan_pruning
+from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, Failure, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
-from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, printable, progress_bar, size
+from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, printable, progress_bar
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
 

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from lightning_ft._contents import Contents, read_contents
+from lightning_ft._contents import Contents, TensorInPieces, read_contents, read_table
 from lightning_ft._descriptions import Name, Placeholder, StorageDescription, TensorDescription, dotted
+from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
-from lightning_ft.cli.output import Output, count, size
+from lightning_ft.cli.output import Output, count
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 
@@ -28,7 +29,8 @@ def add_to(app: typer.Typer) -> None:
 EPILOG = """\b
 Objects of classes that are not plain data appear as <module.Class>: the
 class is not imported. Sizes count each storage once, at the first key that
-holds it.
+holds it. Of a directory of shards its files, and the tensors in them by the
+names that torch.distributed.checkpoint gives them.
 
 \b
 Examples:
@@ -42,7 +44,8 @@ JSON:
   path, size_bytes, step, epoch, manifest (null: not ours), totals: [key,
   size_bytes, tensors, values], tensors: [name, dtype, shape, size_bytes,
   record], values: [name, value] (with --values), placeholders: [name]; of a
-  directory files: [name, size_bytes, digest] in place of all after manifest
+  directory, after manifest: files: [name, size_bytes, digest], tensors: [name,
+  dtype, shape, size_bytes, pieces]
 
 \b
 Exit code: 0 if it could be read; 1 if it is damaged where it was read (for
@@ -69,21 +72,30 @@ def show(
     storage = Storage(chosen)
     options.existing(storage, path, "FILE", "file")
     if storage.is_sharded(path):
-        if only is not None or values:
-            raise typer.BadParameter(f"{path} is a directory: its files are shown", param_hint="--only, --values")
-        _show_directory(Output(as_json), storage, path)
+        if values:
+            raise typer.BadParameter(f"{path} is a directory: its tensors and files are shown", param_hint="--values")
+        tensors = read_table(storage, path)
+        chosen_tensors = [tensor for tensor in tensors if _is_under(tensor.name, only)]
+        if not chosen_tensors and only is not None:
+            keys = ", ".join(sorted({tensor.name.partition(".")[0] for tensor in tensors}))
+            raise typer.BadParameter(f"{path} has no key {only}; at the top there are {keys}", param_hint="--only")
+        _show_directory(Output(as_json), storage, path, chosen_tensors)
         return Code.FINE
     if not storage.is_file(path):
         raise typer.BadParameter(f"{path} is a directory: lightning-ft list shows its checkpoints", param_hint="FILE")
     contents = read_contents(storage, path)
     leaves = [(dotted(key), leaf) for key, leaf in contents.leaves]
     if only is not None:
-        leaves = [(name, leaf) for name, leaf in leaves if name == only or name.startswith(f"{only}.")]
+        leaves = [(name, leaf) for name, leaf in leaves if _is_under(name, only)]
         if not leaves:
             keys = ", ".join(sorted({dotted(key[:1]) for key, _ in contents.leaves if key}))
             raise typer.BadParameter(f"{path} has no key {only}; at the top there are {keys}", param_hint="--only")
     _answer(Output(as_json), contents, leaves, with_values=values)
     return Code.FINE
+
+
+def _is_under(name: str, key: str | None) -> bool:
+    return key is None or name == key or name.startswith(f"{key}.")
 
 
 def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], with_values: bool) -> None:
@@ -121,7 +133,7 @@ def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], w
     output.line()
     output.table(
         ("tensor", "dtype", "shape", "size"),
-        [[name, t.dtype, " x ".join(map(str, t.shape)) or "scalar", size(t.size_bytes)] for name, t in tensors],
+        [[name, t.dtype, _shape(t.shape), size(t.size_bytes)] for name, t in tensors],
         frozenset({"size"}),
     )
     if with_values:
@@ -134,8 +146,8 @@ def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], w
         output.line(f"not imported: {', '.join(names[:_UNKNOWN_SHOWN])}{more}", "yellow")
 
 
-def _show_directory(output: Output, storage: Storage, path: str) -> None:
-    """The files of a sharded checkpoint. Its tensors are spread over them, and their table needs torch to be read."""
+def _show_directory(output: Output, storage: Storage, path: str, tensors: list[TensorInPieces]) -> None:
+    """The files of a sharded checkpoint, and the tensors that are spread over them."""
     manifest, size_bytes = storage.read_manifest(path)
     sizes = storage.sizes(path)
     step, epoch = (None, None) if manifest is None else (manifest.step, manifest.epoch)
@@ -148,6 +160,10 @@ def _show_directory(output: Output, storage: Storage, path: str) -> None:
         epoch=epoch,
         manifest=dataclasses.asdict(manifest) if manifest is not None else None,
         files=[{"name": n, "size_bytes": sizes[n], "digest": digests.get(n)} for n in sorted(sizes)],
+        tensors=[
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "size_bytes": t.size_bytes, "pieces": t.pieces}
+            for t in tensors
+        ],
     )
     output.line(path, "bold")
     output.line()
@@ -159,7 +175,17 @@ def _show_directory(output: Output, storage: Storage, path: str) -> None:
         frozenset({"size"}),
     )
     output.line()
-    output.line("the tensors are spread over these files; lightning-ft consolidate makes one file of them", "dim")
+    output.table(
+        ("tensor", "dtype", "shape", "size", "pieces"),
+        [[t.name, t.dtype, _shape(t.shape), size(t.size_bytes), str(t.pieces)] for t in tensors],
+        frozenset({"size", "pieces"}),
+    )
+    output.line()
+    output.line("the tensors are spread over the files; lightning-ft consolidate makes one file of them", "dim")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _facts(manifest: Manifest | None, size_bytes: int, step: int | None, epoch: int | None) -> list[list[str]]:

@@ -9,10 +9,11 @@ import typer
 
 from lightning_ft._check import Finding, check_all
 from lightning_ft._survey import checkpoint_paths, total_size
+from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, Failure, reported
 from lightning_ft.cli.options import AsJson, Depth, StorageOptions
-from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, progress_bar, size
+from lightning_ft.cli.output import STYLE_OF_STATE, Output, count, progress_bar
 from lightning_ft.storage import Storage
 
 _DAMAGES_SHOWN = 20

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from lightning_ft.guards.divergence import DivergenceGuard
+from lightning_ft.guards.hang import HangGuard
+from lightning_ft.guards.preemption import PreemptionGuard
+
+__all__ = ["AnyGuard", "DivergenceGuard", "Guard", "HangGuard", "PreemptionGuard", "Verdict"]
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -23,3 +29,7 @@ class Guard(Protocol):
 
         Ranks: all; one rank's verdict stops all of them. Thread: main. Must not block and must not communicate.
         """
+
+
+AnyGuard = Guard | PreemptionGuard | DivergenceGuard | HangGuard
+"""What `FaultTolerantCheckpoint(guards=...)` takes."""

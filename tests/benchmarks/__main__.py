@@ -20,7 +20,7 @@ import lightning
 import torch
 
 from lightning_ft.__about__ import __version__
-from tests.benchmarks import fresh, idle, limits, memory, plot, report, restart, sharded, targets, training
+from tests.benchmarks import fresh, idle, limits, memory, plot, replicated, report, restart, sharded, targets, training
 from tests.benchmarks.contenders import CONTENDERS
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.plan import FULL, QUICK, Plan, Shape
@@ -155,6 +155,13 @@ def _save_sharded(samples: Samples, plan: Plan, scratch: str) -> None:
         with _scratch(Path(scratch)) as dirpath:
             measured = sharded.measure(dirpath, contender, shape, plan.batch_rows, plan.threads, plan.sharded_saves)
         samples.add(f"sharded.{contender}", measured)
+    _say("  two ranks: DDP, in both layouts")
+    with _scratch(Path(scratch)) as dirpath:
+        both = replicated.measure(
+            dirpath, shape, plan.batch_rows, plan.threads, plan.sharded_saves, plan.replicated_rounds
+        )
+    for layout, of_layout in both.items():
+        samples.add(f"replicated.{layout}", of_layout)
 
 
 def _rotated(names: tuple[str, ...], turn: int) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ class Plan:
     sharded_mib: float = 128
     sharded_saves: int = 5
     """Of two ranks, per contender, the first of which is not counted."""
+    replicated_rounds: int = 2
+    """Trainings of two DDP ranks in each layout, of the state and saves of the sharded ones."""
     rounds: int = 3
     large_steps: int = 5
     """Steps of a throughput window; so many are needed that several saves fall into it."""
@@ -76,6 +78,6 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(
-    large_mib=96, sharded_mib=64, sharded_saves=3, rounds=1, small_steps=5, other_memory_saves=3, idle_steps=250,
-    idle_pairs=1,
+    large_mib=96, sharded_mib=64, sharded_saves=3, replicated_rounds=1, rounds=1, small_steps=5,
+    other_memory_saves=3, idle_steps=250, idle_pairs=1,
 )  # fmt: skip

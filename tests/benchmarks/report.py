@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.benchmarks.contenders import TITLES
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.plan import MIB, Plan, Shape
+from tests.benchmarks.replicated import TITLES as REPLICATED
 from tests.benchmarks.sharded import TITLES as SHARDED
 from tests.benchmarks.targets import Outcome
 
@@ -30,6 +31,7 @@ def text(samples: Samples, plan: Plan, outcomes: list[Outcome]) -> str:
         _idle(samples, plan),
         _restart(samples, plan.large),
         _sharded(samples, plan.sharded),
+        _replicated(samples, plan.sharded),
         _targets(outcomes),
     ]
     return "\n\n".join(parts)
@@ -106,12 +108,11 @@ def _memory(samples: Samples, shape: Shape) -> str:
 def _idle(samples: Samples, plan: Plan) -> str:
     lines = [
         f"Idle: microseconds per step, nothing due, {plan.idle_steps} steps",
-        f"{'':34} {'no callback':>24} {'callback':>24} {'added':>24} {'the least to add':>24}",
+        f"{'':34} {'no callback':>24} {'callback':>24} {'added':>24} {'by guards':>24} {'the least to add':>24}",
     ]
-    for name, title in (("one", "one process"), ("two", "two ranks, gloo")):
-        spreads = [
-            _spread(samples, f"idle.{name}.{kind}_secs", 1e6) for kind in ("none", "ours", "added", "floor_added")
-        ]
+    for name, title in (("one", "one process"), ("two", "two ranks")):
+        kinds = ("none", "ours", "added", "guards", "floor_added")
+        spreads = [_spread(samples, f"idle.{name}.{kind}_secs", 1e6) for kind in kinds]
         lines.append(f"{title:34} {' '.join(spreads)}")
     return "\n".join(lines)
 
@@ -152,6 +153,26 @@ def _sharded(samples: Samples, shape: Shape) -> str:
     titles = {"memcpy_secs": "both copy in memory", "write_secs": "both write and sync", "direct_secs": "with O_DIRECT"}
     for name, title in titles.items():
         lines.append(f"{title:34} {_spread(samples, f'{limit}.{name}', 1e3)}")
+    return "\n".join(lines)
+
+
+def _replicated(samples: Samples, shape: Shape) -> str:
+    lines = [
+        f"Saves of two DDP ranks, {shape.size_bytes / MIB:.0f} MiB, on one disk",
+        f"{'':34} {'blocked, ms':>24} {'x file':>7} {'first':>6} {'on disk, ms':>24} {'x file':>7} {'x write':>7} "
+        f"{'MiB by rank 0':>13} {'by rank 1':>9}",
+    ]
+    for layout, title in REPLICATED.items():
+        name = f"replicated.{layout}"
+        blocked, durable = f"{name}.blocked_secs", f"{name}.durable_secs"
+        row = f"{title:34} {_spread(samples, blocked, 1e3)}"
+        row += f" {_number(samples.ratio(blocked, 'replicated.file.blocked_secs'), 7, 2)}"
+        row += f" {_number(samples.median(f'{name}.first_blocked_secs'), 6, 0, 1e3)} {_spread(samples, durable, 1e3)}"
+        row += f" {_number(samples.ratio(durable, 'replicated.file.durable_secs'), 7, 2)}"
+        row += f" {_number(samples.ratio(durable, 'sharded.limits.write_secs'), 7, 2)}"
+        row += f" {_number(samples.median(f'{name}.rank_0_bytes'), 13, 1, 1 / MIB)}"
+        row += f" {_number(samples.median(f'{name}.rank_1_bytes'), 9, 1, 1 / MIB)}"
+        lines.append(row)
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def _train(dirpath: str, contender: str, shape: Shape, rows: int, threads: int, 
     callbacks: list[Callback] = [gate]
     arguments: dict[str, Any] = {}
     if ours:
-        _tell(gate)
+        tell(gate)
         arguments["plugins"] = [ft.FaultTolerantCheckpointIO(staging=contender)]  # type: ignore[arg-type]
         callbacks.append(
             ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=1, keep_last=1, save_on_train_end=False)
@@ -190,14 +190,16 @@ def _train(dirpath: str, contender: str, shape: Shape, rows: int, threads: int, 
     }
 
 
-def _tell(gate: Gate) -> None:
+def tell(gate: Gate) -> Callable[[], None]:
+    """What our events say of a save reaches `gate`, until the returned function is called."""
+
     def on_event(event: events.Event) -> None:
         if isinstance(event, events.Committed):
             gate.durable({name: float(value) for name, value in event.metrics.items()})
         elif isinstance(event, events.SaveFailed):
             gate.fail(event.reason)
 
-    events.observe(on_event)  # for as long as the process lives, which is this one run
+    return events.observe(on_event)
 
 
 class _SyncedStrategy(ModelParallelStrategy):

@@ -103,6 +103,7 @@ TARGETS = (
            least=_scaled("idle.one.floor_added_secs", 1e6)),
     Target("idle: added per step, two ranks", _scaled("idle.two.added_secs", 1e6), 100, "us",
            least=_scaled("idle.two.floor_added_secs", 1e6)),
+    Target("guards: all of them, added per step, two ranks", _scaled("idle.two.guards_secs", 1e6), 100, "us"),
     Target(
         "restart: verified in full, of Lightning's plain load",
         _ratio("restart.ours.secs", "restart.lightning.secs"), 1.15, "x",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from tests.benchmarks import sharded, stores
+from tests.benchmarks import replicated, sharded, stores
 from tests.benchmarks.contenders import CONTENDERS
 from tests.benchmarks.figures import Samples
 from tests.benchmarks.model import Layers
@@ -39,8 +39,11 @@ def expected() -> list[str]:
         names += [f"{shape}.{c}.{q}" for c in SAVING for q in ("blocked_secs", "durable_secs", "first_blocked_secs")]
     names += [f"sharded.limits.{limit}" for limit in ("memcpy_secs", "write_secs")]
     names += [f"sharded.{c}.{q}_secs" for c in sharded.CONTENDERS for q in ("first_blocked", "blocked", "durable")]
+    quantities = ("first_blocked_secs", "blocked_secs", "durable_secs", "rank_0_bytes", "rank_1_bytes")
+    names += [f"replicated.{layout}.{q}" for layout in replicated.LAYOUTS for q in quantities]
     names += [f"restart.{way}.secs" for way in ("read", "lightning", "ours")]
-    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in ("none", "ours", "added", "floor_added")]
+    added = ("none", "ours", "added", "guards", "floor_added")
+    names += [f"idle.{ranks}.{q}_secs" for ranks in ("one", "two") for q in added]
     return names + [f"memory.{c}.{q}_bytes" for c in CHECKPOINTING for q in ("peak", "kept")]
 
 

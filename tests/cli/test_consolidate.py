@@ -91,6 +91,15 @@ def test_bad_arguments(ft: Ft, run_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x.ckpt").exists()
 
 
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_a_directory_is_never_replaced(ft: Ft, run_dir: Path, tmp_path: Path, force: tuple[str, ...]) -> None:
+    (tmp_path / "x.ckpt").mkdir()
+    answer = ft("consolidate", step(run_dir, 4), tmp_path / "x.ckpt", *force)
+    assert answer.code == 2
+    assert "is a directory, which is not replaced" in answer.err
+    assert not list((tmp_path / "x.ckpt").iterdir())
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     """As Lightning's FSDP strategy writes it: DCP files with the tensors, and the rest in meta.pt."""
@@ -128,6 +137,14 @@ def test_damaged_shards(ft: Ft, shards: Path, tmp_path: Path) -> None:
     assert answer.code == 1
     assert "__0_0.distcp has" in answer.err
     assert not (tmp_path / "out.ckpt").exists()
+
+
+@pytest.mark.parametrize("name", ["meta.pt", "__0_0.distcp", ".metadata"])
+def test_one_file_of_a_directory_is_no_checkpoint(ft: Ft, shards: Path, tmp_path: Path, name: str) -> None:
+    answer = ft("consolidate", shards / name, tmp_path / "x.ckpt")
+    assert answer.code == 1
+    assert f"is one file of a sharded checkpoint: give its directory, {shards}" in answer.err
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 @needs_safetensors

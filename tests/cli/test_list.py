@@ -97,6 +97,14 @@ def test_leftovers_are_shown_and_only_ours(ft: Ft, run_dir: Path) -> None:
     assert "notes.txt" not in text
 
 
+def test_a_leftover_that_cannot_be_looked_at_says_so(ft: Ft, run_dir: Path) -> None:
+    attempt = run_dir / attempt_name("step=00000010.ckpt", "0" * 16)
+    attempt.symlink_to(attempt)
+    [row] = ft("list", run_dir, "--json").json["leftovers"]
+    assert (row["name"], row["size_bytes"]) == (attempt.name, 0)
+    assert "it cannot be looked at: " in row["note"]
+
+
 def test_a_running_training_is_seen_and_not_disturbed(ft: Ft, run_dir: Path) -> None:
     (run_dir / attempt_name("step=00000010.ckpt", "0" * 16)).write_bytes(b"x")
     with holding(run_dir) as process:

@@ -31,7 +31,7 @@ from tests.trainer import runs
 
 Ft = Callable[..., Answer]
 HERE = Path(__file__).parent
-COMMANDS = ("list", "verify", "show", "diff", "prune", "consolidate")
+COMMANDS = ("list", "verify", "show", "diff", "prune", "consolidate", "report", "drill")
 
 
 def python(code: str, *args: Any) -> subprocess.CompletedProcess[str]:
@@ -304,7 +304,8 @@ def test_storage_options_reach_the_file_system(ft: Ft, run_dir: Path) -> None:
             return super()._strip_protocol(str(path).replace("recording://", ""))
 
     fsspec.register_implementation("recording", Recording, clobber=True)
-    answer = ft("list", f"recording://{run_dir}", "--storage-option", "anon=true", "--json")
+    given = ("--storage-option", "anon=true", "--storage-option", "deadline_secs=9")  # this one is ours
+    answer = ft("list", f"recording://{run_dir}", *given, "--json")
     assert answer.code == 0
     assert seen
     assert all(kwargs == {"anon": True} for kwargs in seen)

@@ -1,7 +1,7 @@
 """A training for sharded strategies: uneven shards, dropout, momentum, a schedule; everything at module level.
 
 Kinds of strategies: ``fsdp`` (FSDP1), ``fsdp2`` (`fully_shard`) and ``tp`` (`fully_shard` and tensor parallel on a mesh
-of two dimensions), each with ``-sharded`` or ``-full`` checkpoints.
+of two dimensions), each with ``-sharded`` or ``-full`` checkpoints; ``ddp``, and ``ddp-sharded`` with parallel writes.
 """
 
 from __future__ import annotations
@@ -85,10 +85,15 @@ class Net(L.LightningModule):
 
 def ours(kind: str, ranks: int) -> Strategy:
     """Our strategy of that kind, by the arguments of Lightning's."""
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         return DDPStrategy(process_group_backend="gloo")
     made = ft.FSDPStrategy if kind.startswith("fsdp-") else ft.ModelParallelStrategy
     return made(**plain.arguments(kind, ranks, Block))
+
+
+def plugin(kind: str, **kwargs: Any) -> ft.FaultTolerantCheckpointIO:
+    """Saves of that kind."""
+    return ft.FaultTolerantCheckpointIO(layout="sharded" if kind == "ddp-sharded" else "file", **kwargs)
 
 
 def world_size(kind: str) -> int:
@@ -102,7 +107,7 @@ def rank() -> int:
 def trainer(dirpath: str, kind: str, ranks: int | None = None, **kwargs: Any) -> L.Trainer:
     """Saves every second step; 4 batches of 4 per rank and epoch with two ranks, validated after every third."""
     ranks = world_size(kind) if ranks is None else ranks
-    arguments = {"every": 2, "devices": ranks, "val_check_interval": 3, **kwargs}
+    arguments = {"every": 2, "devices": ranks, "val_check_interval": 3, "plugins": [plugin(kind)], **kwargs}
     return s.trainer(dirpath, strategy=ours(kind, ranks), **arguments)
 
 

@@ -127,7 +127,10 @@ class PlainFSDP(theirs.FSDPStrategy):
 
 
 def strategy(kind: str, world_size: int) -> Any:
-    """``fsdp`` or ``mp``, with ``.full`` or ``.sharded``, or ``ddp``; with ``plain.`` in front: Lightning's own."""
+    """``fsdp`` or ``mp``, with ``.full`` or ``.sharded``, or ``ddp``, or ``ddp.sharded``.
+
+    With ``plain.`` in front: Lightning's own.
+    """
     plain = kind.startswith("plain.")
     name, _, form = kind.removeprefix("plain.").partition(".")
     if name == "fsdp":
@@ -155,6 +158,8 @@ class Look(L.Callback):
 
 
 def trainer(kind: str, world_size: int, root: Path, steps: int, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
+    if kind == "ddp.sharded":
+        arguments = {"plugins": [ft.FaultTolerantCheckpointIO(layout="sharded")], **arguments}
     return L.Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy(kind, world_size), max_steps=steps,
         callbacks=list(callbacks), default_root_dir=root, logger=False, enable_progress_bar=False,

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-import lightning_ft as ft
 from lightning_ft import _loops
 from lightning_ft._digest import digest
 from tests.sharded import job, processes
@@ -90,7 +89,7 @@ def gathered(trainer: L.Trainer) -> dict[str, Any]:
 def start(dirpath: str, path: str, chapter: Chapter, optimizer: str, kwargs: dict[str, Any]) -> None:
     """One rank of one start."""
     torch.set_num_threads(1)
-    plugin = ft.FaultTolerantCheckpointIO(async_save=False)
+    plugin = job.plugin(chapter.kind, async_save=False)
     trainer = job.trainer(
         dirpath, chapter.kind, chapter.ranks, **{"every": 1, "plugins": [plugin], "limit_val_batches": 0, **kwargs}
     )

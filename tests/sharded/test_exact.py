@@ -29,6 +29,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     [
         ("fsdp-sharded", "adamw"),
         ("fsdp2-sharded", "adamw"),
+        ("ddp-sharded", "sgd"),
+        slow("ddp-sharded", "adamw"),
         ("fsdp-full", "sgd"),
         ("fsdp2-full", "sgd"),
         slow("fsdp-sharded", "sgd"),

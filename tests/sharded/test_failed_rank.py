@@ -34,7 +34,7 @@ def no_space(dirpath: str, kind: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["fsdp-sharded", "fsdp2-sharded"])
+@pytest.mark.parametrize("kind", ["fsdp-sharded", "fsdp2-sharded", "ddp-sharded"])
 def test_e6_a_rank_that_cannot_write(kind: str, rank: int, tmp_path: Path) -> None:
     dirpath = str(tmp_path / "run")
     ended = processes.start(2, no_space, dirpath, kind, rank, timeout_secs=ENDS_WITHIN_SECS)
@@ -66,6 +66,8 @@ POINTS = ("FileWritten:2@1", "FileSynced:2@1", "DataWritten:2@0", "DataSynced:2@
     ("kind", "point"),
     [
         *(("fsdp2-sharded", point) for point in POINTS),
+        ("ddp-sharded", "FileWritten:2@1"),
+        *(pytest.param("ddp-sharded", point, marks=pytest.mark.slow) for point in POINTS[1:]),
         *(pytest.param("fsdp-sharded", point, marks=pytest.mark.slow) for point in POINTS),
     ],
 )

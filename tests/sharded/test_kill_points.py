@@ -33,7 +33,9 @@ def checked_trainer(dirpath: str, kind: str) -> L.Trainer:
     )
 
 
-@pytest.mark.parametrize("kind", ["fsdp2-sharded", pytest.param("fsdp-sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["fsdp2-sharded", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fsdp-sharded", "ddp-sharded"))]
+)
 def test_killed_at_every_point_of_a_save(kind: str, tmp_path: Path) -> None:
     """One run, killed at each of them in turn."""
     make_trainer = partial(checked_trainer, kind=kind)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from lightning_ft.storage import Storage
 from tests.ranks import Rank, values
 from tests.sharded.models import Look, Net, differences, gathered, trainer
 
-OURS = ("fsdp.full", "fsdp.sharded", "mp.full", "mp.sharded")
+OURS = ("fsdp.full", "fsdp.sharded", "mp.full", "mp.sharded", "ddp.sharded")
 PLAIN = ("plain.fsdp.sharded", "plain.mp.sharded", "plain.mp.full", "ddp")
 STEPS = 3
 
@@ -81,6 +83,7 @@ def test_every_checkpoint_loads_into_every_strategy_on_any_number_of_ranks_H1_H2
 def _plain_readers(rank: Rank) -> list[str]:
     wrong = []
     readers = {"fsdp.sharded": ("plain.fsdp.sharded", "ddp"), "mp.sharded": ("plain.mp.sharded", "ddp")}
+    readers["ddp.sharded"] = ("plain.mp.sharded", "ddp")
     readers |= {"fsdp.full": ("plain.mp.full", "ddp"), "mp.full": ("plain.mp.full", "ddp")}
     for kind, others in readers.items():
         path, saved = _trained(rank, kind)
@@ -208,7 +211,8 @@ def _damaged_and_unfitting(rank: Rank) -> dict[str, str]:
     found["other model"] = _refused(rank, "fsdp.sharded", path, Renamed())
     found["other optimizer"] = _refused(rank, "mp.sharded", path, Net("sgd"))
     found["two optimizers"] = _refused(rank, "mp.sharded", path, Net("two"))
-    found["file"] = _refused(rank, "fsdp.full", str(root / "meta.pt"), Net())
+    for name in ("meta.pt", "__0_0.distcp"):
+        found[name] = _refused(rank, "fsdp.full", str(root / name), Net())
     return found
 
 
@@ -227,7 +231,8 @@ def test_what_is_damaged_or_does_not_fit_changes_nothing_and_is_said_on_all_rank
     assert "1 not in the checkpoint (extra)" in found["other model"]
     assert "2 parameter groups were saved, this run has 1" in found["other optimizer"]
     assert "holds 1 optimizers, this run has 2" in found["two optimizers"]
-    assert "nothing in it can be verified" in found["file"]
+    for name in ("meta.pt", "__0_0.distcp"):
+        assert f"{name} is one file of a sharded checkpoint: give its directory" in found[name]
 
 
 class Odd(Net):
@@ -400,6 +405,21 @@ class SaveFull(L.Callback):
             setattr(trainer.strategy, self.key, sharded)
 
 
+def _repeated(shown: list[warnings.WarningMessage]) -> list[str]:
+    """Warnings that were shown at every save, those of torch about itself, and the model's own if it was not shown."""
+    counted = Counter(f"{w.category.__name__}: {w.message}" for w in shown)
+    wrong = [f"shown {count} times: {text}" for text, count in counted.items() if count >= STEPS]
+    wrong += [text for text in counted if "ShardedTensor" in text or "_get_pg_default_device" in text]
+    return wrong + ([] if "UserWarning: of the model" in counted else ["the model's warning was not shown"])
+
+
+class Warns(L.Callback):
+    """As a model that warns in every step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        warnings.warn("of the model", stacklevel=1)
+
+
 def _one_file(rank: Rank) -> list[str]:
     """Both forms of the same state: a directory, consolidated, and what the full form saves."""
     from safetensors.torch import load_file
@@ -408,12 +428,16 @@ def _one_file(rank: Rank) -> list[str]:
     forms = (("fsdp", "_state_dict_type", "full"), ("mp", "_save_distributed_checkpoint", False))
     for name, key, full_form in forms:
         run = trainer(
-            f"{name}.sharded", rank.world_size, rank.root, STEPS, ft.FaultTolerantCheckpoint(rank.root / name)
-        )
+            f"{name}.sharded", rank.world_size, rank.root, STEPS,
+            ft.FaultTolerantCheckpoint(rank.root / name, every_n_train_steps=1), Warns(),
+        )  # fmt: skip
         full = rank.root / f"{name}.full.ckpt"
 
         run.callbacks.append(SaveFull(full, key, full_form))  # type: ignore[attr-defined]
-        run.fit(Net())
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("default")
+            run.fit(Net())
+        wrong += [f"{name}: {what}" for what in _repeated(shown)]
         if rank.number == 0:
             directory, out = str(rank.root / name / f"step={STEPS:08d}.ckpt"), str(rank.root / f"{name}.out.ckpt")
             manifest = consolidate(Storage(), directory, out, lambda _: None)
@@ -442,13 +466,26 @@ def test_consolidate_makes_what_the_full_form_saves(tmp_path: Path) -> None:
     assert values(_one_file, tmp_path) == [[], []]
 
 
+def _counting(original: Any, fetched: Counter[str]) -> Any:
+    def counted(storage: Storage, path: str, name: str, *args: Any) -> Any:
+        fetched[name] += 1
+        return original(storage, path, name, *args)
+
+    return counted
+
+
 def _in_a_store(rank: Rank) -> list[str]:
     wrong = []
     for kind in ("fsdp.sharded", "mp.sharded"):
         run = trainer(kind, 1, rank.root, STEPS, ft.FaultTolerantCheckpoint(f"memory://runs/{kind}"))
         run.fit(Net())
         path = f"memory://runs/{kind}/step={STEPS:08d}.ckpt"
-        wrong += [f"{kind}: {name}" for name in differences(gathered(run), _loaded(rank, kind, path))]
+        fetched = Counter[str]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Storage, "open_verified_file", _counting(Storage.open_verified_file, fetched))
+            wrong += [f"{kind}: {name}" for name in differences(gathered(run), _loaded(rank, kind, path))]
+        if fetched != {".metadata": 1, "meta.pt": 1, "__0_0.distcp": 1}:
+            wrong.append(f"{kind}: fetched {fetched}")
         shard = fsspec.filesystem("memory").store[f"/runs/{kind}/step={STEPS:08d}.ckpt/__0_0.distcp"]
         data = bytearray(shard.getvalue())
         data[len(data) // 2] ^= 1

@@ -15,7 +15,8 @@ SHARDED = ("fsdp-sharded", "fsdp2-sharded")
 
 
 @pytest.mark.parametrize(
-    "kind", [*SHARDED, "ddp", pytest.param("fsdp-full", marks=slow), pytest.param("fsdp2-full", marks=slow)]
+    "kind",
+    [*SHARDED, "ddp-sharded", "ddp", pytest.param("fsdp-full", marks=slow), pytest.param("fsdp2-full", marks=slow)],
 )
 def test_h1_two_ranks_then_one_then_two(kind: str, tmp_path: Path) -> None:
     """48 samples, batches of 4: 6 steps of an epoch on two ranks."""
@@ -34,8 +35,8 @@ def test_h1_two_ranks_then_four_then_three(kind: str, tmp_path: Path) -> None:
 
 
 def test_h2_from_one_kind_to_the_next(tmp_path: Path) -> None:
-    """Full to sharded, sharded to full, FSDP to FSDP2 and to DDP and back."""
-    kinds = ["fsdp-sharded", "fsdp2-full", "fsdp2-sharded", "fsdp-full", "ddp", "fsdp2-sharded", "ddp"]
+    """Full to sharded, sharded to full, FSDP to FSDP2, to shares of DDP and back, and to its file."""
+    kinds = ["fsdp-sharded", "fsdp2-full", "fsdp2-sharded", "fsdp-full", "ddp-sharded", "fsdp2-sharded", "ddp"]
     chapters = [Chapter(2, kind, kill_at=2) for kind in kinds[:-1]] + [Chapter(2, kinds[-1])]
     told = tell(tmp_path, chapters, max_epochs=2)
     check_loaded(told)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_ft import discovery, events
+from lightning_ft._consolidate import consolidate
+from lightning_ft._read_back import read_back_file
 from lightning_ft._store_errors import is_transient
 from lightning_ft.discovery import last_good, select, verify
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError, StorageError
+from lightning_ft.manifest import FileRecord
 from lightning_ft.storage import Storage
 from tests.stores.chaos import Rule
 from tests.stores.checkpoints import MIB, no_waits, save, small_parts, uploads
@@ -58,6 +61,24 @@ def test_g3_a_fault_that_passes_does_not_fail_a_save(chaos: Place, rule: Rule) -
     assert chaos.rules[0].hits == rule.times
     assert good(chaos, path)
     assert uploads(storage, chaos.url) == []
+
+
+def test_weights_alone_are_uploaded_as_carefully(chaos: Place, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    weight = torch.arange(LARGE // 4, dtype=torch.float32)
+    torch.save({"state_dict": {"weight": weight}}, tmp_path / "x.ckpt")
+    storage, url = Storage(chaos.options), f"{chaos.url}/x.safetensors"
+    chaos.rules.append(Rule("status", method="PUT", query="partNumber=2", times=2))
+    consolidate(storage, str(tmp_path / "x.ckpt"), url, lambda _: None)
+    assert chaos.rules[0].hits == 2
+    chaos.rules[:] = [forever("status", method="PUT", query="partNumber=2")]
+    with pytest.raises(StorageError, match="x.safetensors"):  # noqa: RUF043
+        consolidate(storage, str(tmp_path / "x.ckpt"), url, lambda _: None)
+    assert uploads(storage, chaos.url) == []
+    chaos.rules.clear()
+    with storage.open_read(url) as file:
+        assert torch.equal(safetensors.load(file.read())["weight"], weight)
 
 
 def test_a_small_one_whose_answer_is_lost_is_recognised(chaos: Place) -> None:
@@ -174,6 +195,20 @@ def test_a_bit_that_flips_once_on_the_way_is_read_again(chaos: Place) -> None:
         assert found is not None
         assert file.read(4) == b"PK\x03\x04"
     assert chaos.rules[0].hits == 1
+    # A rank's file of a directory, read back before the commit.
+    whole = FileRecord(9 * MIB, storage.read_digest(path, 9 * MIB))
+    storage.write_object(f"{chaos.url}/part", memoryview(_bytes_of(storage, path)[: 9 * MIB]))
+    chaos.rules[:] = [Rule("corrupt", method="GET", path="part", times=1, offset=100)]
+    read_back_file(storage, chaos.url, "part", whole, "full")
+    assert chaos.rules[0].hits == 1
+    chaos.rules[:] = [Rule("corrupt", method="GET", path="part", offset=100)]
+    with pytest.raises(CorruptCheckpointError, match="does not match what was written"):
+        read_back_file(storage, chaos.url, "part", whole, "full")
+
+
+def _bytes_of(storage: Storage, path: str) -> bytes:
+    with storage.open_read(path) as file:
+        return file.read()
 
 
 @pytest.mark.parametrize("room", [True, False], ids=["copy", "no-room-for-a-copy"])
@@ -283,7 +318,6 @@ def test_waiting_is_bounded_by_the_deadline_and_not_by_the_repetitions(
     chaos.options["deadline_secs"] = 0.5
     storage = Storage(chaos.options)
     chaos.rules.append(Rule("status"))
-    began = time.monotonic()
     with pytest.raises(StorageError, match=r"no answer from the store within 0\.5 s"):
         storage.listdir(chaos.url)
-    assert time.monotonic() - began < 30  # without it: minutes
+    assert 1 < chaos.rules[0].hits < 1000

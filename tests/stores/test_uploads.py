@@ -110,10 +110,11 @@ def test_an_upload_of_a_killed_process_is_removed_when_it_is_old(s3: Place, monk
     killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     store: Any = storage._store(s3.url)
-    for name in (f"{s3.url}/notes.txt", f"{s3.url}/deeper/step=00000003.ckpt"):  # not ours, not of this directory
-        store.request(name, "create_multipart_upload", **store.place(name))
+    # Not ours; not of this directory; of a rank's part of a checkpoint.
+    for name in ("notes.txt", "deeper/step=00000003.ckpt", "step=00000004.ckpt/__1_0.distcp"):
+        store.request(s3.url, "create_multipart_upload", **store.place(f"{s3.url}/{name}"))
     assert storage.listdir(s3.url) == ["step=00000001.ckpt"]
-    left = ["notes.txt", "step=00000002.ckpt", "step=00000003.ckpt"]
+    left = ["__1_0.distcp", "notes.txt", "step=00000002.ckpt", "step=00000003.ckpt"]
     assert sorted(uploads(storage, s3.url)) == left
     assert storage.remove_leftovers(s3.url) == []  # it may be of a living process
     monkeypatch.setattr(_s3, "LEFTOVER_AGE", timedelta(0))
@@ -122,11 +123,12 @@ def test_an_upload_of_a_killed_process_is_removed_when_it_is_old(s3: Place, monk
     store.request(other, "create_multipart_upload", **store.place(f"{other}/step=00000003.ckpt"))
     seen: list[events.Event] = []
     stop = events.observe(seen.append)
+    old = [f"{s3.url}/step=00000002.ckpt", f"{s3.url}/step=00000004.ckpt/__1_0.distcp"]
     try:
-        assert storage.remove_leftovers(s3.url) == [f"{s3.url}/step=00000002.ckpt"]
+        assert storage.remove_leftovers(s3.url) == old
     finally:
         stop()
-    assert seen == [events.LeftoverRemoved(f"{s3.url}/step=00000002.ckpt")]
+    assert seen == [events.LeftoverRemoved(path) for path in old]
     assert sorted(uploads(storage, s3.url)) == ["notes.txt", "step=00000003.ckpt"]
     assert storage.listdir(s3.url) == ["step=00000001.ckpt"]
 

@@ -29,6 +29,7 @@ def test_everything_is_as_it_was_and_shares_what_it_shared() -> None:
     value = {
         "state_dict": state, "empty": torch.empty(0, 4), "scalar": torch.tensor(3.5), "bool": torch.tensor([True]),
         "parameter": torch.nn.Parameter(torch.ones(2)), "sparse": torch.eye(3).to_sparse(), "array": np.arange(3),
+        "unsigned": torch.arange(3).to(torch.uint16), "small": torch.ones(3).to(torch.float8_e5m2),
         "rest": [1, None, ("a", {2: b"bytes"})],
     }  # fmt: skip
     built, storages = put_together(value)

@@ -185,6 +185,55 @@ def test_a_failed_commit_leaves_nothing(
     assert names(path) == []
 
 
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchanged", "two-renames"])
+def test_what_was_there_is_there_after_a_failed_commit(
+    storage: Storage, tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    first = save(storage, path)
+    attempt = storage.open_directory(path, TOKEN)
+    records = write(attempt, {"new": b"x"})
+    rename = os.rename
+
+    def fail(source: str, target: str) -> None:
+        if source == attempt.attempt:
+            raise OSError(errno.EIO, "injected")
+        rename(source, target)
+
+    def no_exchange(path: str, other: str) -> bool:
+        if exchanges:
+            raise OSError(errno.EIO, "injected")
+        return False
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "rename", fail)
+        context.setattr(_directory, "_exchange", no_exchange)
+        with pytest.raises(OSError, match="injected"):
+            attempt.commit(manifest(records))
+    attempt.abort()
+    assert storage.read_manifest(path)[0] == first
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_replaced_one_that_cannot_be_removed_does_not_fail_the_save(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    save(storage, path)
+
+    def fail(path: str) -> None:
+        raise PermissionError(errno.EACCES, "injected", path)
+
+    with monkeypatch.context() as context:
+        context.setattr(_directory, "remove_local", fail)
+        second = save(storage, path, step=2)
+    assert storage.read_manifest(path)[0] == second
+    assert "stays until the next start" in caplog.text
+    (left,) = storage.remove_leftovers(str(tmp_path))
+    assert left in caplog.text
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
 def test_an_abort_after_the_commit_does_nothing(storage: Storage, path: str) -> None:
     attempt = storage.open_directory(path, TOKEN)
     attempt.commit(manifest(write(attempt, FILES)))

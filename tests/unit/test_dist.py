@@ -18,6 +18,7 @@ from tests.ranks import Rank, values
 WORLD_SIZE = 2
 LIMIT_SECS = 120
 TOPICS = ("save_failed", "time_due", "writer_busy", "stop")
+UNSIGNED_AND_SMALL = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def raising(error: Exception) -> Callable[[], Any]:
@@ -63,28 +64,28 @@ def test_alone_a_decision_raises_what_it_raised(error: Exception) -> None:
 
 
 def test_alone_a_ballot_is_read_as_it_was_cast() -> None:
-    vote = Vote(Ranks().group, TOPICS)
+    vote = Vote(Ranks(), TOPICS)
     assert not vote.cast_open
     for cast in ({}, {"stop": 1}, {"time_due": 3, "save_failed": 2}):
-        vote.cast(**cast)
+        vote.cast(cast)
         assert vote.cast_open
         assert vote.read() == {**dict.fromkeys(TOPICS, 0), **cast}
         assert not vote.cast_open
 
 
 def test_a_ballot_is_cast_once_and_read_once() -> None:
-    vote = Vote(None, TOPICS)
+    vote = Vote(Ranks(), TOPICS)
     with pytest.raises(AssertionError, match="read follows cast"):
         vote.read()
-    vote.cast()
+    vote.cast({})
     with pytest.raises(AssertionError, match="once per step"):
-        vote.cast()
+        vote.cast({})
 
 
 def test_a_ballot_is_on_the_cpu_whatever_the_default_device() -> None:
-    vote = Vote(None, TOPICS)
+    vote = Vote(Ranks(), TOPICS)
     with torch.device("meta"):
-        vote.cast(stop=1)
+        vote.cast({"stop": 1})
         assert vote.read()["stop"] == 1
 
 
@@ -122,14 +123,19 @@ def _use(rank: int) -> dict[str, Any]:
     }
     for name, error in errors.items():
         seen[name] = _outcome(functools.partial(ranks.decide, raising(error)))
+    tensors = [torch.arange(1, 4).to(dtype) for dtype in UNSIGNED_AND_SMALL]
+    seen["dtypes"] = _outcome(lambda: [(str(t.dtype), t.tolist()) for t in ranks.decide(lambda: tensors)])
+    seen["dtypes-of-all"] = _outcome(lambda: [[t.tolist() for t in of_rank] for of_rank in ranks.all_gather(tensors)])
+    seen["dtypes-gathered"] = _outcome(lambda: [t.tolist() for of_rank in ranks.gather(tensors) or [] for t in of_rank])
     seen["unsendable-value"] = _outcome(lambda: ranks.decide(_Local))
     seen["after-errors"] = ranks.all_gather(rank)
-    vote = Vote(ranks.group, TOPICS)
+    vote = Vote(ranks, TOPICS)
     votes = []
     for cast in ({"stop": rank}, {"save_failed": 1 - rank}, {"time_due": 5 * rank, "writer_busy": 2 - rank}, {}):
-        vote.cast(**cast)
+        vote.cast(cast)
         votes.append({k: v for k, v in vote.read().items() if v})
     seen["votes"] = votes
+    vote.close()
     # Rank 0 goes, and the other can still do so; the group of the training is not touched.
     ranks.close()
     ranks.close()
@@ -177,6 +183,14 @@ def test_rank_zero_decides_for_all(seen: list[dict[str, Any]]) -> None:
     assert [s["value"] for s in seen] == [("value", "decided by 0")] * 2
     assert [s["asked"] for s in seen] == [[0], []]
     assert [s["none"] for s in seen] == [("value", None)] * 2
+
+
+@pair
+def test_tensors_of_every_dtype_arrive(seen: list[dict[str, Any]]) -> None:
+    values = [1, 2, 3]
+    assert [s["dtypes"] for s in seen] == [("value", [(str(dtype), values) for dtype in UNSIGNED_AND_SMALL])] * 2
+    assert [s["dtypes-of-all"] for s in seen] == [("value", [[values] * 5] * 2)] * 2
+    assert [s["dtypes-gathered"] for s in seen] == [("value", [values] * 10), ("value", [])]
 
 
 @pair

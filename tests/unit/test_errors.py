@@ -20,8 +20,10 @@ EXAMPLES = [
     errors.UnsupportedFormatError("format 2"),
     errors.RestoreError("optimizer differs"),
     errors.TopologyError("4 ranks saved, 2 here", 4, 2),
+    errors.DivergenceError("loss of nan", step=3, batch=4, losses=[[], [float("inf")]], restart_from="/run/a.ckpt"),
     errors.DirectoryInUseError("in use by process 1"),
     errors.RankFailure(3, "OSError: disk full"),
+    errors.RankLostError((1, 2), "batch 7: rank 1, rank 2"),
     errors.PeerLostError(3, "OSError: disk full"),
 ]
 

@@ -348,6 +348,17 @@ def test_only_attempts_that_nobody_writes_are_abandoned(tmp_path: Path, seen: li
     assert storage.remove_abandoned(str(tmp_path / "nowhere")) == []
 
 
+def test_an_attempt_that_cannot_be_removed_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unreadable, dead = (tmp_path / attempt_name(name, "0" * 16) for name in ("a.ckpt", "b.ckpt"))
+    unreadable.symlink_to(unreadable)  # as good as another user's, also for root
+    dead.write_bytes(b"half")
+    assert Storage().remove_abandoned(str(tmp_path)) == [str(dead)]
+    assert names(tmp_path) == [unreadable.name]
+    assert f"{unreadable}: left by a save that was killed, and cannot be removed" in caplog.text
+    assert Storage().remove_abandoned(str(unreadable)) == []
+    assert f"in {unreadable} is not looked for" in caplog.text
+
+
 def test_an_attempt_cleared_away_before_it_was_held_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +411,7 @@ def test_a_directory_that_cannot_be_listed_is_not_empty(tmp_path: Path) -> None:
 
 def test_a_file_shorter_than_sealed_has_no_digest(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"x" * 10)
-    with pytest.raises(CorruptCheckpointError, match="ends 5 bytes before"):
+    with pytest.raises(CorruptCheckpointError, match="ends 5 of 15 bytes too early"):
         Storage().read_digest(str(tmp_path / NAME), 15)
 
 

@@ -1,0 +1,180 @@
+"""A fit is watched for hangs: what its process tells its watcher (`_watcher`), and from when to when.
+
+Watched from the first moment that Lightning gives us, before any other rank is waited for: a restart hangs too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch import Tensor
+
+from lightning_ft import _headway, _loops, events, exit_codes
+from lightning_ft._watch import Fit, Request, Watch
+from lightning_ft._watcher import peers
+from lightning_ft._watcher.limits import Limits
+from lightning_ft._watcher.page import Cell, Phase
+from lightning_ft._watcher.start import Watching
+from lightning_ft.guards.hang import HangGuard
+from lightning_ft.state import Progress
+
+_log = logging.getLogger(__name__)
+
+
+class Armed:
+    """This process is being watched for hangs, from now until `close`; it says what it does by itself where it can.
+
+    Thread: main.
+    """
+
+    def __init__(self, guard: HangGuard) -> None:
+        self.watching = Watching(_limits(guard), exit_codes.HUNG)
+        self.cells = self.watching.page.cells
+        self._pid = os.getpid()
+        self._main = threading.get_ident()
+        self._written: set[str] = set()
+        self._stop_listening = [_headway.listen(self._headway), events.observe(self._event)]
+
+    def _headway(self) -> None:
+        # Not atomic: one of two at the same time may be lost, but not the last one for long.
+        self.cells[Cell.PROGRESS if threading.get_ident() == self._main else Cell.SAVE_PROGRESS] += 1
+
+    def _event(self, event: events.Event) -> None:
+        if isinstance(event, (events.SaveStarted, events.UploadStarted)):
+            self._written.add(event.path)
+            self.cells[Cell.SAVES_BEGUN] += 1
+        elif isinstance(event, (events.Committed, events.SaveFailed, events.SaveSkipped)):
+            self._written.discard(event.path)
+        self.cells[Cell.SAVES_OVER] = self.cells[Cell.SAVES_BEGUN] - len(self._written)
+        self._headway()
+
+    @property
+    def of_this_process(self) -> bool:
+        """False in a process that was forked from the one that is watched."""
+        return os.getpid() == self._pid
+
+    def close(self) -> None:
+        """This process is watched no longer."""
+        for stop in self._stop_listening:
+            stop()
+        if not self.watching.alive and self.of_this_process:
+            _log.warning("the process that watched this one for hangs (pid %d) has died", self.watching.pid)
+        self.watching.close()
+
+
+def _limits(guard: HangGuard) -> Limits:
+    def secs(limit: timedelta | None) -> float | None:
+        return None if limit is None else limit.total_seconds()
+
+    return Limits(
+        guard.startup_timeout.total_seconds(),
+        secs(guard.step_timeout),
+        secs(guard.validation_timeout),
+        secs(guard.save_timeout),
+    )
+
+
+_armed: Armed | None = None
+
+
+def arm(guard: HangGuard) -> Armed:
+    """This process is being watched as `guard` says, if it was not already.
+
+    Raises:
+        ConfigurationError: It cannot be, here.
+    """
+    global _armed
+    if _armed is None or not _armed.of_this_process:
+        _armed = Armed(guard)
+    return _armed
+
+
+def disarm() -> None:
+    """This process is watched no longer. May be repeated."""
+    global _armed
+    armed, _armed = _armed, None
+    if armed is not None:
+        armed.close()
+
+
+class HangWatch(Watch):
+    """A fit, as its process's watcher sees it.
+
+    Ranks: all (a broadcast): rank 0's watcher is made known to the others.
+    """
+
+    def __init__(self, guard: HangGuard, fit: Fit) -> None:
+        self._fit = fit
+        self._armed = arm(guard)
+        self._cells = self._armed.cells
+        self._meet()
+        # Lightning's own `ModelCheckpoint` saves, too.
+        self._undo: list[Callable[[], None]] = [
+            _loops.around(fit.trainer, "save_checkpoint", inside=self._saving),
+        ]
+        if fit.plugin is not None:
+            self._undo.append(_loops.around(fit.plugin, "drain", inside=self._saving))
+
+    def _meet(self) -> None:
+        """The ranks' watchers know each other."""
+        ranks = self._fit.ranks
+        # Under this name every rank has found rank 0 before.
+        host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        listener = peers.listen(host) if ranks.is_zero and ranks.world_size > 1 else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        place = ranks.decide(lambda: {"host": host, "port": port, "token": secrets.token_hex(16)})
+        self._armed.watching.take_place({**place, "rank": ranks.rank, "world_size": ranks.world_size}, listener)
+
+    def close(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        disarm()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        phase = self._cells[Cell.PHASE]
+        self._enter(Phase.SAVE)
+        try:
+            yield
+        finally:
+            self._enter(Phase(phase))
+
+    def _enter(self, phase: Phase) -> None:
+        self._cells[Cell.PHASE] = phase
+        self._cells[Cell.PROGRESS] += 1
+
+    @property
+    def _started(self) -> bool:
+        return self._cells[Cell.PHASE] != Phase.STARTUP
+
+    def ballot(self) -> dict[str, int]:
+        self._cells[Cell.POSITION] = 2 * _loops.progress(self._fit.trainer).batch
+        if self._started:
+            self._cells[Cell.PHASE] = Phase.STEP
+        return {}
+
+    def loss_known(self, loss: Tensor) -> None:
+        self._cells[Cell.POSITION] |= 1
+
+    def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
+        self._cells[Cell.STEPS] = progress.step
+        self._enter(Phase.BETWEEN if progress.last_batch else Phase.STEP)
+        return None
+
+    def phase(self, name: str) -> None:
+        if self._started:
+            # What follows a validation is no step yet: callbacks act on its results.
+            self._enter(Phase.VALIDATION if name == "validate" else Phase.BETWEEN)
+
+    def batch_over(self) -> None:
+        self._cells[Cell.PROGRESS] += 1
+
+    def failed(self, error: BaseException) -> None:
+        self._enter(Phase.BETWEEN)

@@ -1,0 +1,95 @@
+"""Workers of data loaders outlive the signals that are meant for the training.
+
+Schedulers and launchers signal whole groups of processes (torchrun, SLURM, the terminal's Ctrl-C), and a worker that
+dies of it takes the training along before it has saved: PyTorch raises for a dead worker, in the middle of a step. So
+what stops the training does nothing in its workers, which end when their parent tells them to, or is gone.
+
+SIGTERM is also what the parent itself sends to a worker that does not end as it is told; SIGKILL takes its place there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from torch.utils.data import _utils
+
+_TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"
+_TORCHDATA_WORKER = "torchdata.stateful_dataloader.worker"
+
+_torch_worker: Any = _utils.worker
+_handling: Any = _utils.signal_handling  # asked for these functions whenever they are called
+_of_torch: Callable[..., None] = _torch_worker._worker_loop
+
+
+def shield(numbers: Collection[int]) -> Callable[[], None]:
+    """Workers that start from now on outlive these signals, and Ctrl-C, until the returned function is called."""
+    undo = [
+        _replaced(_torch_worker, "_worker_loop", partial(_torch_worker_loop, tuple(numbers))),
+        _replaced(_handling, "_set_worker_pids", partial(_workers_started, _handling._set_worker_pids)),
+    ]
+    torchdata = sys.modules.get(_TORCHDATA)
+    if torchdata is not None:
+        undo.append(_replaced(torchdata, "_worker_loop", partial(_torchdata_worker_loop, tuple(numbers))))
+
+    def stop() -> None:
+        for step in reversed(undo):
+            step()
+
+    return stop
+
+
+def _replaced(module: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return partial(setattr, module, name, before)
+
+
+def _workers_started(go_on: Callable[[int, tuple[int, ...]], None], loader: int, pids: tuple[int, ...]) -> None:
+    """Thread: the one that makes the iterator, in the parent."""
+    go_on(loader, pids)
+    for process in multiprocessing.active_children():
+        started: Any = getattr(process, "_popen", None)
+        if process.pid in pids and started is not None:
+            started.terminate = started.kill
+
+
+# -- in the worker -------------------------------------------------------------------------------------------------
+
+
+def _torch_worker_loop(numbers: tuple[int, ...], *args: Any) -> None:
+    _outlive(numbers)
+    _of_torch(*args)
+
+
+def _torchdata_worker_loop(numbers: tuple[int, ...], *args: Any) -> None:
+    _outlive(numbers)
+    importlib.import_module(_TORCHDATA_WORKER)._worker_loop(*args)
+
+
+def _outlive(numbers: tuple[int, ...]) -> None:
+    def set_handlers() -> None:
+        theirs()
+        _ignore(numbers)
+
+    _ignore({*numbers, signal.SIGINT})
+    # The loop's first act, which takes SIGTERM back.
+    theirs = _handling._set_worker_signal_handlers
+    _handling._set_worker_signal_handlers = set_handlers
+
+
+def _ignore(numbers: Collection[int]) -> None:
+    for number in numbers:
+        # Not SIG_IGN: programs that a dataset starts would inherit that.
+        signal.signal(number, _nothing)
+        if hasattr(signal, "siginterrupt"):
+            signal.siginterrupt(number, False)  # what the dataset's libraries wait for goes on
+
+
+def _nothing(number: int, frame: Any) -> None:
+    pass

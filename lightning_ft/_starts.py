@@ -1,0 +1,208 @@
+"""How often a run was started from a checkpoint without having saved a newer one: a small file beside the checkpoints.
+
+A checkpoint that can be loaded, and crashes the run a little later, would catch a job that restarts by itself for ever.
+So a start is counted before the checkpoint is loaded, and the count is taken back when a newer checkpoint is durable,
+or when the fit ends in a way for which no checkpoint is to blame. What is left over are crashes, kills by a scheduler
+among them: from here they look alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_ft import exit_codes
+from lightning_ft._names import STARTS_NAME, join
+from lightning_ft.errors import ConfigurationError, DirectoryInUseError, RestoreError
+from lightning_ft.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1
+# A fit that ends with one of these was asked to.
+_ASKED_TO_END = (None, 0, exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED, exit_codes.INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Of one checkpoint."""
+
+    name: str
+    starts: int
+
+
+@dataclass(frozen=True)
+class Starts:
+    """What the file says.
+
+    Attributes:
+        limit: After so many starts the checkpoint before is taken.
+        counts: By generation of the checkpoint.
+    """
+
+    limit: int = 0
+    counts: Mapping[str, Count] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Starts:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            ValueError: It is something else, or of a later version.
+        """
+        read = json.loads(data)
+        if not isinstance(read, dict) or read.get("format") != _FORMAT:
+            raise ValueError(f"format {read.get('format')!r} is not known" if isinstance(read, dict) else "no object")
+        try:
+            counts = {str(key): Count(str(of["name"]), int(of["starts"])) for key, of in read["starts"].items()}
+            return cls(int(read["limit"]), counts)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        """As it is on disk."""
+        counts = {key: {"name": count.name, "starts": count.starts} for key, count in self.counts.items()}
+        return json.dumps({"format": _FORMAT, "limit": self.limit, "starts": counts}, indent=1).encode() + b"\n"
+
+    def begun(self, generation: str, name: str) -> Starts:
+        """One more start from a checkpoint."""
+        starts = self.counts[generation].starts if generation in self.counts else 0
+        return replace(self, counts={**self.counts, generation: Count(name, starts + 1)})
+
+    def taken_back(self, generation: str) -> Starts:
+        """One start less."""
+        count = self.counts.get(generation)
+        if count is None:
+            return self
+        counts = {key: of for key, of in self.counts.items() if key != generation}
+        if count.starts > 1:
+            counts[generation] = replace(count, starts=count.starts - 1)
+        return replace(self, counts=counts)
+
+    def progressed(self) -> Starts:
+        """A newer checkpoint is durable: what did not reach the limit is forgotten."""
+        return replace(self, counts={key: of for key, of in self.counts.items() if of.starts >= self.limit})
+
+    def among(self, names: Iterable[str]) -> Starts:
+        """Those of checkpoints that are still there."""
+        present = frozenset(names)
+        return replace(self, counts={key: of for key, of in self.counts.items() if of.name in present})
+
+    def given_up(self, limit: int | None) -> dict[str, int]:
+        """Of each checkpoint from which nothing is to be started any more, the number of starts; by generation."""
+        return {key: of.starts for key, of in self.counts.items() if limit is not None and of.starts >= limit}
+
+
+def read(storage: Storage, dirpath: str) -> Starts:
+    """What the file in `dirpath` says; nothing, if it is gone or damaged: it only ever spares crashes."""
+    path = join(dirpath, STARTS_NAME)
+    try:
+        with storage.open_read(path) as file:
+            return Starts.parse(file.read())
+    except FileNotFoundError:
+        return Starts()
+    except ValueError as error:
+        _log.warning("%s cannot be read, so no start was counted: %s", path, error)
+        return Starts()
+
+
+def is_no_fault(error: BaseException) -> bool:
+    """Whether `error` ends a fit without telling anything of the checkpoint that it was started from."""
+    if isinstance(error, SystemExit):
+        return error.code in _ASKED_TO_END
+    return isinstance(error, (KeyboardInterrupt, ConfigurationError, DirectoryInUseError, RestoreError))
+
+
+class StartCounter:
+    """The file of one fit, in each of its directories. Ranks: zero, holding their locks.
+
+    A file that cannot be written does no harm to the training: that is said.
+
+    Args:
+        directories: Each with its storage.
+        limit: After so many starts the checkpoint before is taken; None: nothing is counted.
+    """
+
+    def __init__(self, directories: Mapping[str, Storage], limit: int | None) -> None:
+        self._directories = directories
+        self._limit = limit
+        self._starts = Starts(limit or 0)
+        self._generation: str | None = None  # of the checkpoint that this fit was started from and counted for
+
+    def open(self, names: Iterable[str]) -> None:
+        """What was counted is known. Thread: main.
+
+        Args:
+            names: What is in the directories; without the file's own name among them nothing is read.
+        """
+        names = frozenset(names)
+        if STARTS_NAME not in names:
+            return
+        for dirpath, storage in self._directories.items():
+            found = self._tried(dirpath, lambda: read(storage, dirpath))  # noqa: B023 - called at once
+            for generation, count in (found or Starts()).counts.items():
+                known = self._starts.counts.get(generation, count)
+                most = known if known.starts >= count.starts else count
+                self._starts = replace(self._starts, counts={**self._starts.counts, generation: most})
+        if self._limit is None:
+            self._change(Starts())
+        else:
+            self._change(self._starts.among(names))
+
+    @property
+    def given_up(self) -> frozenset[str]:
+        """Generations of the checkpoints from which nothing is to be started any more. Thread: any."""
+        return frozenset(self._starts.given_up(self._limit))
+
+    def begin(self, generation: str, name: str) -> None:
+        """The fit starts from a checkpoint, which was not loaded yet. Thread: main. On disk after: the count."""
+        if self._limit is not None:
+            self._generation = generation
+            self._change(self._starts.begun(generation, name))
+
+    def take_back(self) -> None:
+        """The fit ends, or has ended, and the checkpoint is not to blame; may be repeated. Thread: main."""
+        if self._generation is not None:
+            self._change(self._starts.taken_back(self._generation))
+            self._generation = None
+
+    def progress(self) -> None:
+        """A checkpoint of this fit is durable. Thread: writer."""
+        if self._generation is not None:
+            generation, self._generation = self._generation, None
+            counts = {key: of for key, of in self._starts.counts.items() if key != generation}
+            self._change(replace(self._starts, counts=counts).progressed())
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These checkpoints were deleted. Thread: writer."""
+        gone = frozenset(names)
+        self._change(self._starts.among(of.name for of in self._starts.counts.values() if of.name not in gone))
+
+    def _change(self, starts: Starts) -> None:
+        """The files say `starts`, or are gone if that is nothing."""
+        if starts.counts == self._starts.counts and starts.limit == self._starts.limit:
+            return
+        self._starts = starts
+        for dirpath, storage in self._directories.items():
+            path = join(dirpath, STARTS_NAME)
+            if starts.counts:
+                self._tried(path, lambda: storage.replace(path, starts.to_bytes()))  # noqa: B023 - called at once
+            else:
+                self._tried(path, lambda: _removed(storage, path))  # noqa: B023 - called at once
+
+    def _tried(self, path: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:  # stores have errors of their own classes
+            _log.warning("starts are not counted in %s: %s: %s", path, type(error).__name__, error)
+            return None
+
+
+def _removed(storage: Storage, path: str) -> None:
+    try:
+        storage.remove_file(path)
+    except FileNotFoundError:
+        return

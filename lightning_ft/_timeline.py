@@ -1,0 +1,253 @@
+"""What the event files of a directory say about its run: starts, saves, failures, lost work, goodput.
+
+Everything here can be worked out by hand from the lines (see `_history`). Times are seconds; a *step* is an optimizer
+step. Of a start::
+
+    began       its first line
+    training    the line of that name: what comes before it is the cost of a restart
+    survived    the last line of progress whose step the next start has not trained again; of the last start, and of
+                one that finished, its last line of progress; *training* if there is none
+    ended       its last line, of whatever kind
+
+* lost steps: those of the last line of progress beyond the step from which the next start that trained went on;
+* lost time: from *survived* to *ended*;
+* stalls: the ``blocked_secs`` of its saves, in which training stood still;
+* useful time: from *training* to *survived*, less the stalls of the saves committed by then;
+* goodput: useful time of all starts, divided by the time from the first line of all to the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ft._history import DIRECTORY, SUFFIX
+from lightning_ft._names import join, normalise
+from lightning_ft.storage import Storage
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that became durable."""
+
+    at: float
+    path: str
+    step: int
+    blocked_secs: float
+    write_secs: float
+    total_secs: float
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A save that failed or was left out."""
+
+    at: float
+    kind: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run, as its file tells it."""
+
+    path: str
+    """Of the file."""
+    run_id: str
+    world_size: int
+    began_at: float
+    training_at: float | None
+    """When its first batch was about to be trained; None if it never came so far."""
+    first_step: int
+    """The step from which it went on then; 0 if from the beginning."""
+    progress: tuple[tuple[float, int], ...]
+    """When how many steps were trained."""
+    saves: tuple[Save, ...]
+    troubles: tuple[Trouble, ...]
+    ended_at: float
+    how: str | None
+    """``finished``, ``stopped`` or ``failed``; None: killed, or still running."""
+    reason: str
+    """Why it was stopped or failed."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step it is known to have trained."""
+        return max((step for _, step in self.progress), default=self.first_step)
+
+    def survived_at(self, next_step: int | None) -> float | None:
+        """When the work that counts ended, if the next start went on from `next_step` (None: there is no next one)."""
+        if self.training_at is None:
+            return None
+        counted = [at for at, step in self.progress if next_step is None or step <= next_step]
+        return max([self.training_at, *counted])
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of the time of one start, in seconds, and of its steps."""
+
+    startup_secs: float
+    useful_secs: float
+    stalled_secs: float
+    lost_secs: float
+    lost_steps: int
+    down_secs: float
+    """From its last line to the first of the next start."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The starts of a run, in order."""
+
+    starts: tuple[Start, ...]
+
+    @property
+    def accounts(self) -> list[Account]:
+        """One for each start."""
+        accounts = []
+        for number, start in enumerate(self.starts):
+            later = self.starts[number + 1 :]
+            went_on = next((other for other in later if other.training_at is not None), None)
+            next_step = None if went_on is None or start.how == "finished" else went_on.first_step
+            down_secs = max(0.0, later[0].began_at - start.ended_at) if later else 0.0
+            accounts.append(_account(start, next_step, down_secs))
+        return accounts
+
+    @property
+    def restarts(self) -> int:
+        """How often the run was started again."""
+        return max(0, len(self.starts) - 1)
+
+    @property
+    def failures(self) -> int:
+        """How many starts were killed or failed, and were followed by another one."""
+        return sum(start.how in (None, "failed") for start in self.starts[:-1])
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were trained again."""
+        return sum(account.lost_steps for account in self.accounts)
+
+    @property
+    def elapsed_secs(self) -> float:
+        """From the first line to the last."""
+        return self.starts[-1].ended_at - self.starts[0].began_at if self.starts else 0.0
+
+    @property
+    def running_secs(self) -> float:
+        """Time in which the run was up: `elapsed_secs` without the times between the starts."""
+        return sum(start.ended_at - start.began_at for start in self.starts)
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the elapsed time that was useful, 0 to 1; None if no time has passed."""
+        if self.elapsed_secs <= 0:
+            return None
+        return sum(account.useful_secs for account in self.accounts) / self.elapsed_secs
+
+    @property
+    def saves(self) -> list[Save]:
+        """Every save of every start."""
+        return [save for start in self.starts for save in start.saves]
+
+
+def _account(start: Start, next_step: int | None, down_secs: float) -> Account:
+    survived_at = start.survived_at(next_step)
+    lost_steps = 0 if next_step is None else max(0, start.last_step - next_step)
+    if start.training_at is None or survived_at is None:
+        return Account(start.ended_at - start.began_at, 0.0, 0.0, 0.0, 0, down_secs)
+    stalled_secs = sum(save.blocked_secs for save in start.saves)
+    counted_stalls = sum(save.blocked_secs for save in start.saves if save.at <= survived_at)
+    return Account(
+        startup_secs=start.training_at - start.began_at,
+        useful_secs=max(0.0, survived_at - start.training_at - counted_stalls),
+        stalled_secs=stalled_secs,
+        lost_secs=start.ended_at - survived_at,
+        lost_steps=lost_steps,
+        down_secs=down_secs,
+    )
+
+
+def read(dirpath: str, storage: Storage) -> Timeline:
+    """What the event files in `dirpath` tell, those of its newest run; without any, no start.
+
+    Raises:
+        OSError: They cannot be read.
+    """
+    directory = join(normalise(dirpath), DIRECTORY)
+    starts = []
+    for name in sorted(storage.listdir(directory)):
+        if not name.endswith(SUFFIX):
+            continue
+        path = join(directory, name)
+        with storage.open_read(path) as file:
+            start = start_of_lines(path, file.read().decode("utf-8", "replace").splitlines())
+        if start is not None:
+            starts.append(start)
+    return of_newest_run(starts)
+
+
+def of_newest_run(starts: Sequence[Start]) -> Timeline:
+    """The starts that belong to the run of the last one, by when they began.
+
+    One that has saved nothing belongs to any: the next start had nothing to continue and began again, as a run of
+    another id.
+    """
+    ordered = sorted(starts, key=lambda start: start.began_at)
+    newest = next((start.run_id for start in reversed(ordered) if start.run_id), "")
+    return Timeline(tuple(start for start in ordered if start.run_id == newest or not start.saves))
+
+
+def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:
+    """The start that the lines of a file tell of; None if there is no ``started``. A line cut short is passed over."""
+    records = [record for line in lines if (record := _parsed(line)) is not None]
+    started = next((record for record in records if record["event"] == "started"), None)
+    if started is None:
+        return None
+    training = next((record for record in records if record["event"] == "training"), {})
+    ended = next((record for record in records if record["event"] == "ended"), {})
+    return Start(
+        path=path,
+        run_id=str(training.get("run_id", "")),
+        world_size=int(started.get("world_size", 1)),
+        began_at=started["at"],
+        training_at=training.get("at"),
+        first_step=int(training.get("step", 0)),
+        progress=tuple((r["at"], int(r.get("step", 0))) for r in records if r["event"] == "progress"),
+        saves=tuple(_save(r) for r in records if r["event"] == "committed"),
+        troubles=tuple(
+            Trouble(r["at"], r["event"], int(r.get("step", 0)), str(r.get("reason", "")))
+            for r in records
+            if r["event"] in ("save_failed", "save_skipped")
+        ),
+        ended_at=max(r["at"] for r in records),
+        how=str(ended["how"]) if "how" in ended else None,
+        reason=str(ended.get("reason", "")),
+    )
+
+
+def _save(record: Mapping[str, Any]) -> Save:
+    return Save(
+        at=record["at"],
+        path=str(record.get("path", "")),
+        step=int(record.get("step", 0)),
+        blocked_secs=float(record.get("blocked_secs", 0.0)),
+        write_secs=float(record.get("write_secs", 0.0)),
+        total_secs=float(record.get("total_secs", 0.0)),
+        size_bytes=int(record.get("size_bytes", 0)),
+    )
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None  # the last line of a run that was killed while it wrote
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        return None
+    return record if isinstance(record.get("at"), (int, float)) else None

@@ -1,0 +1,129 @@
+"""When, in one fit, ballots are cast and read.
+
+::
+
+    batch starts            the ballot of the batch is cast; if a watch waits for the loss, not yet
+    loss is known           else it is cast here, before each backward pass
+    parameters change       with such a watch it is read here
+    step boundary           it is read
+    validation              ballots of its own, one per second (`_validation`)
+    end of an epoch         one more, of watches that can be asked anywhere, cast and read at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_ft import _loops, _validation
+from lightning_ft._ballot import WITHIN, Vote
+from lightning_ft._dist import Ranks
+from lightning_ft._watch import Watches
+
+
+class Voting:
+    """The ballots of one fit, and what was heard in those of the step at hand.
+
+    Ranks: all, at the same points: with a watch that waits for the loss, all differentiate as many losses per batch, or
+    none. Thread: main.
+
+    Args:
+        trainer: The trainer.
+        ranks: The ranks of the run.
+        watches: The watches, opened later.
+        topics: What the session votes on itself.
+        own: Its votes.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        ranks: Ranks,
+        watches: Watches,
+        topics: tuple[str, ...],
+        own: Callable[[], dict[str, int]],
+    ) -> None:
+        self._watches = watches
+        self._own = own
+        self.vote = Vote(
+            ranks, (*topics, *_validation.TOPICS, *watches.topics), _loops.collective_timeout(trainer) or WITHIN,
+            where=lambda: f"vote of batch {_loops.progress(trainer).batch + 1}",
+        )  # fmt: skip
+        self._heard: dict[str, int] = {}
+        self._cast_here = True
+
+    def batch_starts(self) -> None:
+        """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss."""
+        if self.vote.cast_open:
+            # The step before had no end: `on_train_batch_start` or the data said that the epoch was over.
+            self.vote.read()
+        self._heard = {}
+        self._cast_here = False
+        if not self._watches.wants_loss:
+            self._cast()
+
+    def loss_known(self, loss: Tensor) -> None:
+        """`loss` is about to be differentiated. A vote that waited for it is cast."""
+        self._watches.loss_known(loss)
+        if self._watches.wants_loss:
+            self._hear()  # of the loss before this one, if the batch has several
+            self._cast()
+
+    def before_optimizer_step(self) -> None:
+        """Parameters may change. Blocks on: with a watch that waits for the loss, all ranks.
+
+        Raises:
+            FaultToleranceError: What a watch raises, on all ranks.
+        """
+        if self._watches.wants_loss:
+            self.end_of_batch()  # if this rank has differentiated nothing, others may have
+            self._watches.before_step(self._heard)
+
+    def end_of_batch(self) -> None:
+        """What the ranks know of the batch is heard, also if no loss of it was differentiated on some of them."""
+        if not self._cast_here:
+            self._cast()
+        self._hear()
+
+    def take(self, *, afresh: bool) -> dict[str, int]:
+        """What the ranks have heard since the boundary before.
+
+        Args:
+            afresh: Watches that can be are asked once more now: at the end of an epoch, whose hooks may take as long as
+                many a step. Blocks on: all ranks.
+        """
+        self.end_of_batch()
+        if afresh and self._watches.anywhere:
+            self.vote.cast(self._watches.ballot_between_steps())
+            self._hear()
+        heard, self._heard = self._heard, {}
+        return heard
+
+    def note(self, heard: Mapping[str, int]) -> None:
+        """`heard` elsewhere than in a batch is known at the next boundary."""
+        before = self._heard
+        self._heard = {**before, **{topic: max(vote, before.get(topic, 0)) for topic, vote in heard.items()}}
+
+    def forget(self) -> None:
+        """The batch at hand is given up, on all ranks. Blocks on: all ranks, if its ballot was cast."""
+        if self.vote.cast_open:
+            self.vote.read()
+        self._heard, self._cast_here = {}, True
+
+    def close(self) -> None:
+        """Nothing is left of the vote. Local: asks nothing of other ranks."""
+        self.vote.close()
+
+    def _cast(self) -> None:
+        self._cast_here = True
+        self.vote.cast({**self._own(), **self._watches.ballot()})
+
+    def _hear(self) -> None:
+        if self.vote.cast_open:
+            heard = self.vote.read()
+            if self._heard:
+                self.note(heard)
+            else:
+                self._heard = heard

@@ -1,0 +1,106 @@
+"""The user's command, run once: watched until it ends by itself, is killed at its kill point, or takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MARK = "LIGHTNING_FT_DRILL_RUN"
+# Between two looks at whether it has ended: a kill is noticed by the processes themselves, so nothing waits for this.
+_LOOK_SECS = 0.2
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one start of the command ended."""
+
+    code: int | None
+    """Of its first process; None if it was ended from here, because it took too long."""
+    killed: bool
+    """Whether the kill point was reached."""
+    output: Path
+    """Everything it printed."""
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of what it printed."""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+
+
+def run(
+    command: Sequence[str],
+    environment: dict[str, str],
+    output: Path,
+    killed: Path,
+    timeout_secs: float,
+    watch: Callable[[], None],
+) -> Ended:
+    """`command` has run, and no process of it is left, whoever of them started whom.
+
+    Blocks on: the command.
+
+    Args:
+        command: Program and arguments.
+        environment: What to add to that of this process.
+        output: File for what it prints.
+        killed: Is there as soon as the command has reached its kill point; then all of it is killed, at once.
+        timeout_secs: After which it is killed as well.
+        watch: Called a few times a second.
+    """
+    mark = secrets.token_hex(8)
+    deadline = time.monotonic() + timeout_secs
+    with output.open("wb") as file:
+        process = subprocess.Popen(  # noqa: S603 - the user's own command
+            command,
+            env={**os.environ, **environment, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = _wait(process, killed, deadline, watch)
+        finally:
+            _kill_all(mark)
+            process.wait()
+    return Ended(code, killed.exists(), output)
+
+
+def _wait(process: subprocess.Popen[bytes], killed: Path, deadline: float, watch: Callable[[], None]) -> int | None:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_SECS)
+        if killed.exists():
+            return -signal.SIGKILL
+        watch()
+    return None
+
+
+def _kill_all(mark: str) -> None:
+    """No process with `mark` in its environment is left: workers of a launcher are in sessions of their own."""
+    while pids := [pid for pid in _processes() if _has_mark(pid, mark)]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_SECS / 10)  # the kernel ends them in its own time, and some had just started others
+
+
+def _processes() -> list[int]:
+    if sys.platform != "linux":
+        raise NotImplementedError("a drill needs Linux: processes are found by their environment, in /proc")
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone, or somebody else's
+        return False
+    return f"{_MARK}={mark}".encode() in environ.split(b"\0")

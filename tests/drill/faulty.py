@@ -1,0 +1,153 @@
+"""A training script with a planted fault, named on the command line: each makes restarts wrong in its own way."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import lightning_ft as ft
+
+FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
+DIRPATH = sys.argv[2] if len(sys.argv) > 2 else "runs/faulty"
+OWN_GENERATOR = random.Random(5)
+
+
+def noise_of_a_thread() -> float:
+    """Drawn where no seed reaches."""
+    drawn: list[float] = []
+    thread = threading.Thread(target=lambda: drawn.append(int.from_bytes(os.urandom(4), "little") / 2**32))
+    thread.start()
+    thread.join()
+    return drawn[0]
+
+
+class Numbers(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        sample = torch.full((4,), float(index)) / 64 + 0.1 * torch.rand(4)
+        if FAULT == "augmentation in a thread":
+            sample = sample + noise_of_a_thread()
+        if FAULT == "generator of its own":
+            sample = sample + OWN_GENERATOR.random()
+        return sample
+
+
+class ForgetfulStream(IterableDataset[Tensor]):
+    """Says that it keeps its position, and does not."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(64):
+            yield torch.full((4,), float(number)) / 64
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class ForgetfulLoader(DataLoader[Tensor]):
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class Counter(L.Callback):
+    """Does not take back what it has saved."""
+
+    count = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.register_buffer("level", torch.zeros(()), persistent=FAULT != "buffer that is not saved")
+        self.scale = 1.0
+        self.total = 0.0
+        self.fresh = True
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if FAULT == "optimizer state dropped":
+            for entry in checkpoint["optimizer_states"][0]["state"].values():
+                entry["momentum_buffer"].zero_()
+        if FAULT == "scheduler state dropped":
+            checkpoint["lr_schedulers"][0]["last_epoch"] = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        restarted = self.fresh and self.trainer.global_step > 0
+        self.fresh = False
+        if not restarted:
+            return
+        if FAULT == "draws after the restart":
+            torch.rand(1)
+        if FAULT == "validation skipped":
+            self.trainer.limit_val_batches = 0
+        if FAULT == "crash after the restart":
+            raise RuntimeError("cannot go on")
+        if FAULT == "unfrozen in a hook":
+            self.layer[0].weight.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if FAULT == "state outside of state_dict":
+            self.scale *= 1.01
+        if FAULT == "buffer that is not saved":
+            self.level += 0.1
+        loss = (self.layer(batch) * self.scale + self.level).pow(2).mean()
+        self.total += float(loss)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if FAULT == "metric of its own":
+            self.log("total", self.total)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch).pow(2).mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def main() -> None:
+    if FAULT != "not seeded":
+        L.seed_everything(3, verbose=False)
+    model = Net()
+    if FAULT == "loader position lost":
+        train: DataLoader[Tensor] = ForgetfulLoader(ForgetfulStream(), batch_size=4)
+    else:
+        train = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    callbacks: list[L.Callback] = [ft.FaultTolerantCheckpoint(DIRPATH, every_n_train_steps=4)]
+    if FAULT == "callback that takes nothing back":
+        callbacks.append(Counter())
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        val_check_interval=8, num_sanity_val_steps=0, callbacks=callbacks,
+    )  # fmt: skip
+    ckpt_path = None if FAULT == "no ckpt_path" else "last"
+    trainer.fit(model, train, DataLoader(Numbers(), batch_size=32), ckpt_path=ckpt_path)
+
+
+if __name__ == "__main__":
+    main()

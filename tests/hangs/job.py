@@ -1,0 +1,155 @@
+"""A process that is watched and does what its first argument says: everything but a training."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_ft._watcher import peers
+from lightning_ft._watcher.limits import Limits
+from lightning_ft._watcher.page import Cell, Phase
+from lightning_ft._watcher.start import Watching
+
+CODE = 78
+FOREVER = 10_000
+
+
+def the_lock_is_never_released() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def c_code_keeps_the_interpreter() -> None:
+    # A lock of C's own: no signal wakes it, as one would wake a sleep.
+    libc, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+
+
+def a_regular_expression_explodes() -> None:
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def a_builtin_never_returns() -> None:
+    sum(range(10**15))
+
+
+def it_is_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def it_sleeps() -> None:
+    time.sleep(FOREVER)
+
+
+def it_ends() -> None:
+    sys.exit(3)
+
+
+def it_leaves() -> None:
+    os._exit(4)
+
+
+def it_is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def it_crashes() -> None:
+    ctypes.string_at(0)
+
+
+def it_becomes_another_program() -> None:
+    os.execv(  # noqa: S606
+        sys.executable, [sys.executable, "-c", "import time; time.sleep(1.5); raise SystemExit(5)"]
+    )
+
+
+def workers_live_on() -> None:
+    for _ in range(2):
+        if os.fork() == 0:
+            time.sleep(FOREVER)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def workers_hang_too() -> None:
+    for _ in range(2):
+        if os.fork() == 0:
+            while True:
+                time.sleep(FOREVER)
+    the_lock_is_never_released()
+
+
+def steps_are_made(watching: Watching) -> None:
+    cells = watching.page.cells
+    cells[Cell.PHASE] = Phase.STEP
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        cells[Cell.PROGRESS] += 1
+        cells[Cell.STEPS] += 1
+        time.sleep(0.02)
+
+
+def nobody_watches_any_more(watching: Watching) -> None:
+    watching.close()
+    assert not watching.alive
+    time.sleep(2.5)
+
+
+def a_save_is_written(watching: Watching) -> None:
+    cells = watching.page.cells
+    cells[Cell.SAVES_BEGUN] = 1
+
+    def write() -> None:
+        for _ in range(30):
+            cells[Cell.SAVE_PROGRESS] += 1
+            time.sleep(0.1)
+        print("written", flush=True)
+        cells[Cell.SAVES_OVER] = 1
+
+    threading.Thread(target=write, daemon=True).start()
+    the_lock_is_never_released()
+
+
+def main() -> None:
+    what, *more = sys.argv[1:]
+    watching = Watching(Limits(startup_secs=1.0, step_secs=2.0), CODE)
+    print(watching.pid, os.getpid(), flush=True)
+    if more:
+        _take_place(watching, int(more[0]), more[1])
+    function: Callable[..., None] = globals()[what]
+    function(*([watching] if function.__code__.co_argcount else []))
+
+
+def _take_place(watching: Watching, rank: int, path: str) -> None:
+    if rank == 0:
+        listener = peers.listen("127.0.0.1")
+        place = {"host": "127.0.0.1", "port": listener.getsockname()[1], "token": "secret", "world_size": 2}
+        with open(path + ".new", "w") as file:
+            json.dump(place, file)
+        os.rename(path + ".new", path)
+    else:
+        listener = None
+        while not os.path.exists(path):
+            time.sleep(0.01)
+            watching.page.cells[Cell.PROGRESS] += 1
+        with open(path) as file:
+            place = json.load(file)
+    watching.take_place({**place, "rank": rank}, listener)
+    until = time.monotonic() + 1  # until they have met
+    while time.monotonic() < until:
+        watching.page.cells[Cell.PROGRESS] += 1
+        time.sleep(0.01)
+    watching.page.cells[Cell.PHASE] = Phase.STEP
+    watching.page.cells[Cell.POSITION] = 11
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The report of a run that was really killed, against its event files, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+from lightning_ft import _history
+from lightning_ft._timeline import read
+from lightning_ft.storage import Storage
+from lightning_ft.testing import assert_resume_exact
+from tests.trainer import scenarios as s
+
+
+def make_trainer(dirpath: str) -> L.Trainer:
+    _history.PROGRESS_SECS = 0.0  # a line per step, in this fresh process
+    return s.trainer(dirpath)
+
+
+def test_three_kills_are_three_restarts_and_the_steps_that_were_trained_twice(tmp_path: Path) -> None:
+    result = assert_resume_exact(make_trainer, s.Net, s.shuffled, kill_at=[5, 10, 14], root=tmp_path)
+    timeline = read(result.dirpath, Storage())
+    assert (timeline.restarts, timeline.failures) == (3, 3)
+    files = sorted((Path(result.dirpath) / _history.DIRECTORY).iterdir())
+    starts = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    assert [[r["event"] for r in start].count("ended") for start in starts] == [0, 0, 0, 1]
+    first_steps = [next(r["step"] for r in start if r["event"] == "training") for start in starts]
+    last_steps = [max(r["step"] for r in start if r["event"] == "progress") for start in starts]
+    lost = [last - first for last, first in zip(last_steps, first_steps[1:], strict=False)]
+    assert [account.lost_steps for account in timeline.accounts] == [*lost, 0]
+    # Each kill came after a batch was trained, and before the end of its step was written down.
+    assert result.replayed == sum(lost) + 3
+    useful = 0.0
+    for start, first_of_next in zip(starts, [*first_steps[1:], None], strict=True):
+        begin = next(r["at"] for r in start if r["event"] == "training")
+        counted = [
+            r["at"] for r in start
+            if r["event"] == "progress" and (first_of_next is None or r["step"] <= first_of_next)
+        ]  # fmt: skip
+        end = max([begin, *counted])
+        stalls = [r["blocked_secs"] for r in start if r["event"] == "committed" and r["at"] <= end]
+        useful += max(0.0, end - begin - sum(stalls))
+    assert timeline.goodput == pytest.approx(useful / (starts[-1][-1]["at"] - starts[0][0]["at"]))

@@ -1,0 +1,97 @@
+"""Workers of loaders, signalled as schedulers, launchers and terminals do it: the whole group at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling, worker
+from torchdata.stateful_dataloader import StatefulDataLoader, stateful_dataloader
+
+from lightning_ft._loader_workers import shield
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Signalled(Dataset[torch.Tensor]):
+    """Item 2 comes after all the signals have come to the worker, from another process than its parent."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if i == 2:
+            worker = os.getpid()
+            child = os.fork()
+            if child == 0:
+                for number in (*NUMBERS, signal.SIGINT):
+                    os.kill(worker, number)
+                os._exit(0)
+            os.waitpid(child, 0)
+        return torch.tensor(i)
+
+
+@pytest.fixture
+def shielded() -> Iterator[None]:
+    stop = shield(NUMBERS)
+    yield
+    stop()
+
+
+LOADERS: list[Any] = [DataLoader, StatefulDataLoader]
+
+
+@pytest.mark.usefixtures("shielded")
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_outlive_signals(loader: Any, method: str) -> None:
+    made = loader(Signalled(), batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert [int(item) for item in made] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("shielded")
+@pytest.mark.parametrize("loader", LOADERS)
+def test_but_not_their_parents_own(loader: Any) -> None:
+    iterator = iter(loader(Signalled(), batch_size=None, num_workers=1))
+    base = getattr(iterator, "_iterator", iterator)
+    (process,) = base._workers
+    signal_handling._remove_worker_pids(id(base))  # its end would be an error
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    base._worker_pids_set = False
+
+
+def test_without_it_they_die() -> None:
+    """Which is an error in the middle of whatever the training is doing."""
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(DataLoader(Signalled(), batch_size=None, num_workers=1))
+
+
+@pytest.mark.usefixtures("shielded")
+def test_programs_that_a_dataset_starts_can_be_ended() -> None:
+    class Starts(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, i: int) -> torch.Tensor:
+            program = subprocess.Popen(["sleep", "60"])
+            program.terminate()
+            return torch.tensor(program.wait(30))
+
+    assert [int(code) for code in DataLoader(Starts(), num_workers=1)] == [-signal.SIGTERM]
+
+
+def test_what_was_there_is_there_again() -> None:
+    def there() -> list[Any]:
+        return [worker._worker_loop, stateful_dataloader._worker_loop, signal_handling._set_worker_pids]
+
+    before = there()
+    shield(NUMBERS)()
+    assert there() == before

@@ -1,0 +1,242 @@
+"""Signals of a process: noted, passed on, given back. In child processes, since a test must not end pytest's own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from lightning_ft import _signals
+
+PREAMBLE = """
+import os, signal, sys, threading
+from lightning_ft import _signals as s
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+class Owner: pass
+def me(number): os.kill(os.getpid(), number)
+"""
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script), *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def says(script: str) -> list[str]:
+    done = run(script)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    return done.stdout.split()
+
+
+def test_a_noted_signal_sets_a_flag_and_nothing_else() -> None:
+    assert says("""
+        owner = Owner()
+        assert s.note([TERM, USR1], owner)
+        me(TERM); me(TERM)
+        noting = s.Noting([TERM, USR1], owner)
+        print(*[(int(n), a.count) for n, a in noting.arrivals().items()])
+    """) == ["(15,", "2)"]
+
+
+def test_without_an_owner_a_signal_means_what_it_meant() -> None:
+    done = run("s.note([TERM], Owner()); me(TERM); print('alive')")
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+
+
+def test_after_the_fit_a_signal_means_what_it_meant() -> None:
+    script = """
+        owner = Owner()
+        s.note([TERM], owner)
+        noting = s.Noting([TERM], owner)
+        me(TERM)
+        noting.close(dealt_with=True)
+        assert signal.getsignal(TERM) is signal.SIG_DFL
+        print('alive', flush=True)
+        me(TERM)
+        print('not any more')
+    """
+    done = run(script)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "alive\n")
+
+
+def test_what_nobody_dealt_with_arrives_again() -> None:
+    assert says("""
+        signal.signal(TERM, lambda *_: print('theirs'))
+        owner = Owner()
+        s.note([TERM], owner)
+        noting = s.Noting([TERM], owner)
+        me(TERM)
+        noting.close(dealt_with=False)
+    """) == ["theirs", "theirs"]
+
+
+def test_a_second_fit_notes_again_and_hears_nothing_of_the_first() -> None:
+    assert says("""
+        owner = Owner()
+        s.note([TERM], owner)
+        first = s.Noting([TERM], owner)
+        me(TERM)
+        first.close(dealt_with=True)
+        second = s.Noting([TERM], owner)
+        print(len(second.arrivals()))
+        me(TERM)
+        print(len(second.arrivals()))
+        second.close(dealt_with=True)
+    """) == ["0", "1"]
+
+
+def test_two_owners_the_second_goes_on_noting() -> None:
+    assert says("""
+        one, other = Owner(), Owner()
+        s.note([TERM], one); s.note([TERM], other)
+        s.Noting([TERM], one).close(dealt_with=True)
+        me(TERM)
+        print(len(s.Noting([TERM], other).arrivals()))
+    """) == ["1"]
+
+
+def test_handlers_from_before_and_after_are_called_once_each_and_given_back() -> None:
+    assert says("""
+        def early(*_): print('early')
+        signal.signal(TERM, early)
+        owner = Owner()
+        s.note([TERM], owner)
+        ours = signal.getsignal(TERM)
+        def late(number, frame):
+            print('late')
+            ours(number, frame)
+        signal.signal(TERM, late)
+        noting = s.Noting([TERM], owner)
+        noting.retake()
+        me(TERM)
+        print(len(noting.arrivals()))
+        noting.close(dealt_with=True)
+        assert signal.getsignal(TERM) is late
+        me(TERM)
+    """) == ["late", "early", "1", "late", "early"]
+
+
+def test_another_handlers_exit_waits_for_the_save() -> None:
+    assert says("""
+        signal.signal(TERM, lambda *_: sys.exit(3))
+        owner = Owner()
+        s.note([TERM], owner)
+        noting = s.Noting([TERM], owner)
+        me(TERM)
+        print(len(noting.arrivals()), noting.deferred_exits)
+        noting.close(dealt_with=True)
+    """) == ["1", "1"]
+
+
+def test_an_ignored_signal_stays_ignored_afterwards() -> None:
+    assert says("""
+        signal.signal(TERM, signal.SIG_IGN)
+        owner = Owner()
+        s.note([TERM], owner)
+        noting = s.Noting([TERM], owner)
+        me(TERM)
+        noting.close(dealt_with=True)
+        me(TERM)
+        print('alive')
+    """) == ["alive"]
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_a_forked_child_dies_of_the_signal_without_a_word(thread: str) -> None:
+    done = run(
+        """
+        owner = Owner()
+        s.note([TERM], owner)
+        s.Noting([TERM], owner)
+        def fork():
+            child = os.fork()
+            if child == 0:
+                me(TERM)
+                os._exit(0)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if sys.argv[1] == 'main':
+            fork()
+        else:
+            thread = threading.Thread(target=fork); thread.start(); thread.join()
+        me(TERM)
+        print('alive')
+        """,
+        thread,
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["-15", "alive"], "")
+
+
+def test_a_forked_child_has_the_users_handler() -> None:
+    assert says("""
+        signal.signal(TERM, lambda *_: print('theirs', flush=True))
+        owner = Owner()
+        s.note([TERM], owner)
+        child = os.fork()
+        if child == 0:
+            me(TERM)
+            os._exit(0)
+        os.waitpid(child, 0)
+    """) == ["theirs"]
+
+
+def test_only_the_main_thread_can_note() -> None:
+    assert says("""
+        owner, noted = Owner(), []
+        thread = threading.Thread(target=lambda: noted.append(s.note([TERM], owner)))
+        thread.start(); thread.join()
+        print(noted, signal.getsignal(TERM) is signal.SIG_DFL)
+    """) == ["[False]", "True"]
+
+
+def test_suspended_a_signal_means_what_it_meant_also_one_that_came_before() -> None:
+    script = """
+        owner = Owner()
+        s.note([TERM], owner)
+        resume = s.suspend()
+        resume()
+        me(TERM)
+        print('noted', flush=True)
+        s.suspend()
+        print('not any more')
+    """
+    done = run(script)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "noted\n")
+
+
+def test_the_first_interrupt_is_noted_and_the_second_is_one() -> None:
+    assert says("""
+        owner = Owner()
+        noting = s.Noting([], owner)
+        noting.add(signal.SIGINT)
+        me(signal.SIGINT)
+        print(len(noting.arrivals()))
+        try:
+            me(signal.SIGINT)
+        except KeyboardInterrupt:
+            print('now')
+        noting.close(dealt_with=True)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """) == ["1", "now"]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("SIGTERM", 15), (signal.SIGTERM, 15), (15, 15), (signal.SIGRTMIN + 1, signal.SIGRTMIN + 1)]
+)
+def test_signals_by_name_and_number(name: object, number: int) -> None:
+    assert _signals.number_of(name) == number
+
+
+@pytest.mark.parametrize("name", ["TERM", "SIG_DFL", "SIGKILL", signal.SIGSTOP, 0, 9999, True, 1.0, None])
+def test_what_is_no_signal_is_refused(name: object) -> None:
+    with pytest.raises(ValueError, match=r"is no signal|cannot be handled"):
+        _signals.number_of(name)
+
+
+def test_names() -> None:
+    assert _signals.name_of(15) == "SIGTERM"
+    assert _signals.name_of(signal.SIGRTMIN + 1) == f"signal {signal.SIGRTMIN + 1}"
