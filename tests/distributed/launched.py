@@ -33,6 +33,7 @@ def main(dirpath: str) -> None:
     log = logging.getLogger("lightning_ft")
     log.setLevel(logging.INFO)
     log.addHandler(noticed)
+    log.addHandler(logging.StreamHandler())
 
     def write_until_noticed(event: events.Event) -> None:
         if isinstance(event, events.DataWritten) and f"step={STEP:08}" in event.path:

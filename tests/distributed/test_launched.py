@@ -37,8 +37,8 @@ def test_i9_rank_0_finishes_its_write(tmp_path: Path) -> None:
 class Idle(_ChildProcessObserver):
     """Looks at nothing until it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__(0, [])
+    def __init__(self, pid: int) -> None:
+        super().__init__(0, [SimpleNamespace(pid=pid)])  # type: ignore[list-item]
         self.end = threading.Event()
         self.done: list[str] = []
 
@@ -57,7 +57,7 @@ def trainer_of(observer: Idle) -> Any:
 
 def test_what_is_written_comes_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launched, "ENDS_SECS", 0.01)
-    mine, other = Idle(), Idle()
+    mine, other = Idle(1), Idle(2)
     mine.start()
     other.start()
     try:

@@ -43,7 +43,7 @@ def one_fails(rank: Rank) -> Any:
     writers = dist.new_group(backend="gloo", group_desc=WRITERS)
     reduce()
     if rank.number == 2:
-        peers.tell(ValueError("broken"))
+        peers.tell("ValueError: broken")
         _peers.let_go()
         said = ""
     else:
@@ -150,7 +150,7 @@ def busy_elsewhere(rank: Rank) -> None:
     peers = begin(rank, lambda: rank.tell("last words"))
     reduce()
     if rank.number == 1:
-        peers.tell(ValueError("broken"))
+        peers.tell("ValueError: broken")
         rank.wait_for("last words")
         peers.close()
         return
