@@ -135,7 +135,7 @@ class Session:
             if saves_replicated(trainer.strategy, plugin):
                 self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
-        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id)
+        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id, self.voting.close)
         if chosen and ranks.is_zero:
             self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
 
