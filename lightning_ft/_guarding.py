@@ -9,6 +9,7 @@ from typing import Any
 from lightning_ft import _hang, _loops
 from lightning_ft._chronicle import Chronicle
 from lightning_ft._divergence_watch import DivergenceWatch
+from lightning_ft._durability import Durability
 from lightning_ft._hang import HangWatch
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
@@ -34,6 +35,7 @@ def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
         found.append(_Polled(polled, fit))
     if fit.plugin is not None and fit.ranks.is_zero:
         found.append(Chronicle(fit, fit.plugin, start))
+        found.append(Durability(fit, fit.warn_after, fit.planned_secs))
     return Watches(found)
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,7 +54,7 @@ from lightning_ft.guards import AnyGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
-from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, time_due
+from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, planned_secs, time_due
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Settings:
     save_on_train_end: bool
     guards: tuple[AnyGuard, ...]
     max_restarts_without_progress: int | None
+    warn_if_not_durable_after: timedelta | None
     seed_workers: bool
     strict: bool
 
@@ -136,6 +138,7 @@ class Session:
             trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._stop, settings.strict, self._saves,
             self._tiers, self._loaders, self._left_out, self._line, self.go_back,
             local_dirpath=None if settings.local is None else settings.local.dirpath,
+            warn_after=settings.warn_if_not_durable_after, planned_secs=lambda: planned_secs(settings.trigger),
         )  # fmt: skip
         self.watches = _guarding.watches(settings.guards, fit, start)
         self.voting = Voting(trainer, ranks, self.watches, (*Saves.TOPICS, "time_due"), self._own_votes)

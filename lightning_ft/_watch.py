@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,6 +73,10 @@ class Fit:
     go_back: Callable[[], None]
     """To be called before this fit loads an older checkpoint of its own."""
     local_dirpath: str | None = None
+    warn_after: timedelta | None = None
+    """After how long without a new durable checkpoint the user is warned."""
+    planned_secs: Callable[[], float] = lambda: 0.0
+    """How much time is meant to pass between two saves; 0 where time does not decide."""
 
 
 class Watch:

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _drilled, _guarding, _leaving, _loops, _names
+from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _leaving, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._preemption import stand_aside
@@ -70,6 +70,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             the run ended in a crash before a newer one was saved, the one before is taken, and that is said. Kills
             count as crashes; an end that was asked for (a preemption, Ctrl-C) does not, nor does a refused restart.
             None: the newest is taken however often. A path given as `ckpt_path` always is.
+        warn_if_not_durable_after: A warning is logged when for so long nothing new has become durable in `dirpath`, on
+            top of `train_time_interval`. None: never.
         seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
             number of workers. If False, draws in worker processes are not repeated.
         strict: A restart that differs from the run that was saved is an error before the first step, and so is a
@@ -94,6 +96,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         save_on_train_end: bool = True,
         guards: Sequence[AnyGuard] = (),
         max_restarts_without_progress: int | None = 3,
+        warn_if_not_durable_after: timedelta | None = timedelta(minutes=30),
         seed_workers: bool = True,
         strict: bool = True,
     ) -> None:
@@ -125,6 +128,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
             max_restarts_without_progress=patience,
+            warn_if_not_durable_after=_durability.check(warn_if_not_durable_after),
             **flags,
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)

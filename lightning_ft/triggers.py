@@ -98,6 +98,11 @@ def time_due(trigger: Trigger, secs: float) -> bool:
     return interval is not None and secs >= interval.total_seconds()
 
 
+def planned_secs(trigger: Trigger) -> float:
+    """How much time is meant to pass between two saves; 0 if time does not decide."""
+    return 0.0 if trigger.train_time_interval is None else trigger.train_time_interval.total_seconds()
+
+
 def due(trigger: Trigger, facts: Facts, last: LastSave) -> str | None:
     """Why a save is due at these facts ("epoch_end", "periodic", "time"), None if it is not.
 
