@@ -38,14 +38,13 @@ class Durability(Watch):
 
     Args:
         fit: The fit.
-        after: After how long without a new durable checkpoint that is said; None: never.
-        planned_secs: Of this, so much is meant to pass between two saves, and is allowed on top.
+        after: After how long without a new durable checkpoint that is said, on top of the time that is meant to pass
+            between two saves; None: never.
     """
 
-    def __init__(self, fit: Fit, after: timedelta | None, planned_secs: Callable[[], float]) -> None:
+    def __init__(self, fit: Fit, after: timedelta | None) -> None:
         self._fit = fit
         self._after_secs = None if after is None else after.total_seconds()
-        self._planned_secs = planned_secs
         self._durable = Durable(fit.dirpath)
         self._undo = [events.observe(self._note)]
 
@@ -67,7 +66,7 @@ class Durability(Watch):
     def _warn(self) -> None:
         if self._after_secs is None:
             return
-        warning = self._durable.warning(self._after_secs + self._planned_secs())
+        warning = self._durable.warning(self._after_secs + self._fit.pace.planned_secs)
         if warning is not None:
             _log.warning("%s", warning)
 

@@ -40,6 +40,7 @@ from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
 from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
+from lightning_ft._pace import Pace
 from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
 from lightning_ft._starts import is_no_fault
@@ -54,7 +55,7 @@ from lightning_ft.guards import AnyGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.state import Progress
-from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, planned_secs, time_due
+from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance
 
 _log = logging.getLogger(__name__)
 
@@ -132,13 +133,14 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
+        self._pace = Pace(settings.trigger)
         self._left_out = LeftOut(trainer, ranks, self._loaders)
         self._line.from_batch = progress.batch
         fit = Fit(
             trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._stop, settings.strict, self._saves,
-            self._tiers, self._loaders, self._left_out, self._line, self.go_back,
+            self._tiers, self._loaders, self._left_out, self._line, self._pace, self.go_back,
             local_dirpath=None if settings.local is None else settings.local.dirpath,
-            warn_after=settings.warn_if_not_durable_after, planned_secs=lambda: planned_secs(settings.trigger),
+            warn_after=settings.warn_if_not_durable_after,
         )  # fmt: skip
         self.watches = _guarding.watches(settings.guards, fit, start)
         self.voting = Voting(trainer, ranks, self.watches, (*Saves.TOPICS, "time_due"), self._own_votes)
@@ -360,7 +362,7 @@ class Session:
             self._plugin.before_optimizer_step()
 
     def _own_votes(self) -> dict[str, int]:
-        due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
+        due = self._ranks.is_zero and self._pace.is_over(self._saves.secs_since_last)
         return {"time_due": int(due), **self._saves.votes()}
 
     # -- validation: see `_validation` ---------------------------------------------------------------------------

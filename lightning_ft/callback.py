@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from weakref import proxy
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _leaving, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
+from lightning_ft._measuring import require_measurable
 from lightning_ft._preemption import stand_aside
 from lightning_ft._session import Session, Settings
 from lightning_ft._shared_verification import SharedVerification
@@ -30,7 +31,7 @@ from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
-from lightning_ft.triggers import Trigger, resolve
+from lightning_ft.triggers import Trigger
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         dirpath: Directory or URL for the checkpoints. Default: ``default_root_dir/checkpoints``, which, unlike
             `ModelCheckpoint`'s default, is the same at every start of the same command.
         every_n_train_steps: Save when `trainer.global_step` passes a multiple of this. In manual optimization, where
-            that counts every optimizer, batches are counted.
+            that counts every optimizer, batches are counted. ``"auto"``: as often as what saves cost here and the
+            failures of this run so far make best, every minute to every hour, and no faster than saves are written; by
+            the clock of rank 0.
         every_n_epochs: Save at the end of every n-th epoch. The default, with 1, if no trigger is given.
         train_time_interval: Save when so much time has passed since the last save, by the clock of rank 0.
         keep_last: How many checkpoints of this run are kept, at least 1; -1 keeps all.
@@ -85,7 +88,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self,
         dirpath: str | os.PathLike[str] | None = None,
         *,
-        every_n_train_steps: int | None = None,
+        every_n_train_steps: int | Literal["auto"] | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | None = None,
         keep_last: int = 3,
@@ -123,7 +126,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
-            trigger=resolve(Trigger(every_n_train_steps, every_n_epochs, train_time_interval)),
+            trigger=Trigger.of(every_n_train_steps, every_n_epochs, train_time_interval),
             retention=Retention(keep_last, keep_every_n_train_steps),
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
@@ -184,6 +187,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 "would be neither atomic nor verified; use a single-device or DDP strategy, or FSDPStrategy or "
                 "ModelParallelStrategy of lightning_ft"
             )
+        require_measurable(self.settings.trigger, plugin)
         sharded = saves_sharded(trainer.strategy, plugin)
         finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
         if any(c._early_exit for c in finders):
