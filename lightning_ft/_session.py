@@ -37,6 +37,7 @@ from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
 from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
+from lightning_ft._pace import Pace
 from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
 from lightning_ft._settings import Settings
@@ -102,21 +103,24 @@ class Session:
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
+        pace = Pace(settings.trigger)
         self._line.from_batch = _loops.progress(trainer).batch
         try:
             self._left_out = LeftOut(trainer, ranks, self._loaders)
             fit = Fit(
                 trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
-                self._saves, self._tiers, self._loaders, self._left_out, self._line, self.go_back,
+                self._saves, self._tiers, self._loaders, self._left_out, self._line, pace, self.go_back,
                 local_dirpath=None if settings.local is None else settings.local.dirpath,
+                warn_after=settings.warn_if_not_durable_after,
             )  # fmt: skip
             self.watches = _guarding.watches(settings.guards, fit, start)
         except BaseException:
             self._tiers.close()  # nobody closes a session that was never made
             raise
         self._boundaries = Boundaries(
-            trainer, settings, plugin, ranks, self._tiers, self._saves, self._ending, self.watches, lambda: self.run_id
-        )
+            trainer, settings, plugin, ranks, self._tiers, self._saves, self._ending, self.watches, pace,
+            lambda: self.run_id,
+        )  # fmt: skip
         self.voting = self._boundaries.voting
         self.validation = Validation(
             trainer, self.voting, self.watches, self._tree, self._loaders, left=self._boundaries.leave_validation

@@ -115,6 +115,7 @@ def test_parameters_of_the_callback() -> None:
         "save_on_train_end",
         "guards",
         "max_restarts_without_progress",
+        "warn_if_not_durable_after",
         "seed_workers",
         "strict",
     ]
