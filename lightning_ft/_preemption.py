@@ -23,6 +23,7 @@ from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
+_AT_ONCE_SECS = 3.0  # for a write in flight, after a second Ctrl-C: whoever types that does not want to wait
 _RANK_BITS = 24
 _LAST_RANK = (1 << _RANK_BITS) - 1
 
@@ -173,6 +174,8 @@ class Preemption(Watch):
     def failed(self, error: BaseException) -> None:
         self._leaves = False
         self._failed = True  # the process ends anyway, and is to say why
+        if isinstance(error, KeyboardInterrupt) and self._fit.plugin is not None:
+            self._fit.plugin.writers.hurry(_AT_ONCE_SECS)
 
     def close(self) -> None:
         undo, self._undo = self._undo, []
