@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_ft import _emergency, _last_finite, _left_out, _loops, _rollback
 from lightning_ft._copies import is_streamed
+from lightning_ft._dist import everywhere
 from lightning_ft._divergence import Badness, Course, Judge, Move, is_worth_a_line, ranges, step_of_batch
 from lightning_ft._late_losses import LateLosses, Seen
 from lightning_ft._watch import Fit, Request, Watch
@@ -274,10 +275,12 @@ class DivergenceWatch(Watch):
         )
         if fit.ranks.is_zero:
             _log.error("%s", message)
-        return DivergenceError(
+        error = DivergenceError(
             message, step=step, batch=first, losses=losses, indices=indices,
             emergency=emergency, restart_from=found.path,
         )  # fmt: skip
+        everywhere(error)
+        return error
 
     def _went_back(self) -> None:
         for late in self._late.values():

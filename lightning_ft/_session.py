@@ -229,6 +229,7 @@ class Session:
 
     def go_back(self) -> None:
         """The fit is about to load an older checkpoint of its own. Ranks: all."""
+        self.watches.phase("load")
         self._boundaries.forget()
         self._line.go_back()
         self._epoch_begun = False

@@ -147,7 +147,10 @@ class Watch:
         """
 
     def phase(self, name: str) -> None:
-        """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``, ``"end"``."""
+        """What the trainer does from now on: ``"train"``, ``"validate"``, ``"sanity"``, ``"load"``, ``"end"``.
+
+        The end of a load is the next ballot.
+        """
 
     def batch_over(self) -> None:
         """A batch is over, whatever it was for."""
