@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -68,7 +67,7 @@ JSON:
 
 \b
 Exit code, for CI: 0 for PASS; 1 for any other verdict; 3 if the command cannot
-be started; 130 or 143 if interrupted. All: lightning-ft --help
+be started; 130 if interrupted (Ctrl-C, SIGTERM). All: lightning-ft --help
 """
 
 
@@ -108,7 +107,7 @@ def drill(
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise typer.BadParameter(f"{keep} is not an empty directory", param_hint="--keep")
     point = kill_at_step if kill_at_step is not None else kill_at
-    with _ended_by_sigterm(), _scratch(keep) as scratch, _progress(as_json) as say:
+    with _sigterm_as_ctrl_c(), _scratch(keep) as scratch, _progress(as_json) as say:
         try:
             plan = Drill(tuple(command), scratch, point, sweep, steps, atol, timeout, keep is not None)
         except ValueError as error:
@@ -133,13 +132,9 @@ def drill(
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM, of a CI job that is cancelled, ends the drill's runs too: they are in sessions of their own."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A CI job that is cancelled ends the runs of its drill too: they are in sessions of their own."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -132,10 +132,14 @@ def drill(plan: Drill, say: Say) -> Outcome:
     trials = []
     for number, point in enumerate(points):
         killed = _Run(plan.scratch / f"killed-{number}")
-        count = f"trial {number + 1} of {len(points)}: " if len(points) > 1 else ""
-        trials.append(_trial(plan, reference, killed, point, lambda t, n, c=count: say(c + t, n), again))  # type: ignore[misc]
+        prefix = f"trial {number + 1} of {len(points)}: " if len(points) > 1 else ""
+        trials.append(_trial(plan, reference, killed, point, _prefixed(say, prefix), again))
         _tidy(plan, killed)
     return _outcome(plan, reference, trials)
+
+
+def _prefixed(say: Say, prefix: str) -> Say:
+    return lambda title, batches: say(prefix + title, batches)
 
 
 def _trial(plan: Drill, reference: _Run, killed: _Run, point: _Point, say: Say, again: list[_Run]) -> Trial:
