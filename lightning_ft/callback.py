@@ -22,7 +22,8 @@ from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
 from lightning_ft._measuring import require_measurable
 from lightning_ft._preemption import stand_aside
-from lightning_ft._session import Session, Settings
+from lightning_ft._session import Session
+from lightning_ft._settings import Settings
 from lightning_ft._shared_verification import SharedVerification
 from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
