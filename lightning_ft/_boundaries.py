@@ -41,9 +41,9 @@ class Boundaries:
         ranks: The ranks of the run.
         tiers: Where checkpoints go.
         saves: What makes the saves.
+        pace: When time says that one is due.
         ending: What ends the fit.
         watches: The watches of the guards.
-        pace: How often the clock asks for a save.
         run_id: Id of the run.
     """
 
@@ -55,9 +55,9 @@ class Boundaries:
         ranks: Ranks,
         tiers: Tiers,
         saves: Saves,
+        pace: Pace,
         ending: Ending,
         watches: Watches,
-        pace: Pace,
         run_id: Callable[[], str],
     ) -> None:
         self._trainer = trainer
@@ -66,9 +66,9 @@ class Boundaries:
         self._ranks = ranks
         self._tiers = tiers
         self._saves = saves
+        self._pace = pace
         self._ending = ending
         self._watches = watches
-        self._pace = pace
         self._run_id = run_id
         progress = _loops.progress(trainer)  # not zero if the trainer has been fitted before
         local = settings.local.trigger if settings.local is not None else None

@@ -118,7 +118,7 @@ class Session:
             self._tiers.close()  # nobody closes a session that was never made
             raise
         self._boundaries = Boundaries(
-            trainer, settings, plugin, ranks, self._tiers, self._saves, self._ending, self.watches, pace,
+            trainer, settings, plugin, ranks, self._tiers, self._saves, pace, self._ending, self.watches,
             lambda: self.run_id,
         )  # fmt: skip
         self.voting = self._boundaries.voting

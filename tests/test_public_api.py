@@ -37,6 +37,7 @@ DOCUMENTED = ERRORS | {
     "PreemptionGuard",
     "__version__",
     "events",
+    "fault_tolerance",
     "last_good",
     "list_checkpoints",
     "testing",

@@ -42,6 +42,8 @@ plugin = ft.FaultTolerantCheckpointIO(
     retries=3,
     storage_options={"anon": True},
 )
+L.Trainer(**ft.fault_tolerance("runs/1", callbacks=[L.Callback()], guards=[guard]), max_epochs=3)
+ft.fault_tolerance("runs/1", every_n_train_steps="often")  # type: ignore[arg-type]
 trainer = L.Trainer(callbacks=[callback, ft.FaultTolerantCheckpoint()], plugins=[plugin])
 sharded = L.Trainer(strategy=ft.FSDPStrategy(state_dict_type="sharded", sharding_strategy="FULL_SHARD"))
 L.Trainer(strategy=ft.ModelParallelStrategy(data_parallel_size=2, save_distributed_checkpoint=False))
