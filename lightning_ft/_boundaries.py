@@ -15,6 +15,7 @@ from lightning_ft import _loops, events
 from lightning_ft._dist import Ranks
 from lightning_ft._due import Due
 from lightning_ft._ending import Ending
+from lightning_ft._pace import Pace
 from lightning_ft._saves import Saves
 from lightning_ft._settings import Settings
 from lightning_ft._tiers import Tiers
@@ -23,7 +24,7 @@ from lightning_ft._watch import Request, Watches
 from lightning_ft.errors import SaveError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.state import Progress
-from lightning_ft.triggers import Facts, time_due
+from lightning_ft.triggers import Facts
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Boundaries:
         ranks: The ranks of the run.
         tiers: Where checkpoints go.
         saves: What makes the saves.
+        pace: When time says that one is due.
         ending: What ends the fit.
         watches: The watches of the guards.
         run_id: Id of the run.
@@ -53,6 +55,7 @@ class Boundaries:
         ranks: Ranks,
         tiers: Tiers,
         saves: Saves,
+        pace: Pace,
         ending: Ending,
         watches: Watches,
         run_id: Callable[[], str],
@@ -63,6 +66,7 @@ class Boundaries:
         self._ranks = ranks
         self._tiers = tiers
         self._saves = saves
+        self._pace = pace
         self._ending = ending
         self._watches = watches
         self._run_id = run_id
@@ -89,7 +93,7 @@ class Boundaries:
 
     def own_votes(self) -> dict[str, int]:
         """What this rank knows, beside its watches, for the vote."""
-        due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
+        due = self._ranks.is_zero and self._pace.is_over(self._saves.secs_since_last)
         return {"time_due": int(due), **self._saves.votes()}
 
     def decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool = False) -> None:

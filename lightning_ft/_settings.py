@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft.guards import AnyGuard
@@ -20,5 +21,6 @@ class Settings:
     save_on_train_end: bool
     guards: tuple[AnyGuard, ...]
     max_restarts_without_progress: int | None
+    warn_if_not_durable_after: timedelta | None
     seed_workers: bool
     strict: bool

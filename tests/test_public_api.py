@@ -37,6 +37,7 @@ DOCUMENTED = ERRORS | {
     "PreemptionGuard",
     "__version__",
     "events",
+    "fault_tolerance",
     "last_good",
     "list_checkpoints",
     "testing",
@@ -115,6 +116,7 @@ def test_parameters_of_the_callback() -> None:
         "save_on_train_end",
         "guards",
         "max_restarts_without_progress",
+        "warn_if_not_durable_after",
         "seed_workers",
         "strict",
     ]
