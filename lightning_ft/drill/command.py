@@ -16,6 +16,8 @@ from pathlib import Path
 _MARK = "LIGHTNING_FT_DRILL_RUN"
 # Between two looks at whether it has ended: a kill is noticed by the processes themselves, so nothing waits for this.
 _LOOK_SECS = 0.2
+# For ranks that end a little after the first one; what is left then was forgotten by the script.
+_OTHERS_SECS = 2.0
 
 
 class CannotStartError(Exception):
@@ -79,6 +81,8 @@ def run(
             raise CannotStartError(f"{command[0]} cannot be started: {error.strerror}") from error
         try:
             code = _wait(process, killed, deadline, watch)
+            if code == 0:
+                _wait_for_others(mark, killed)
         finally:
             _kill_all(mark)
             process.wait()
@@ -93,6 +97,12 @@ def _wait(process: subprocess.Popen[bytes], killed: Path, deadline: float, watch
             return -signal.SIGKILL
         watch()
     return None
+
+
+def _wait_for_others(mark: str, killed: Path) -> None:
+    deadline = time.monotonic() + _OTHERS_SECS
+    while time.monotonic() < deadline and not killed.exists() and any(_has_mark(pid, mark) for pid in _processes()):
+        time.sleep(_LOOK_SECS)
 
 
 def _kill_all(mark: str) -> None:

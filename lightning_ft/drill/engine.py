@@ -264,12 +264,11 @@ def _directories(of: _Run) -> Iterable[Path]:
 
 def _resumed_batch(killed: _Run) -> int | None:
     """How many batches were trained where the restart went on; None if it began from the beginning."""
-    if not any(line.get("event") == "Resumed" for line in killed.lines(1)):
-        return None
     steps = [record for record in read(killed.directory, 0) if record["kind"] == "step"]
-    first = next((record["key"][0] for record in steps if record["start"] == 1), None)
-    # Nothing was left to be trained after the end, of which a checkpoint was durable.
-    return int(first) - 1 if first is not None else max((int(r["key"][0]) for r in steps), default=None)
+    first = next((int(record["key"][0]) for record in steps if record["start"] == 1), None)
+    if first is None:  # the run was over, and a checkpoint of that was durable
+        return max((int(record["key"][0]) for record in steps), default=None)
+    return first - 1 if any(line.get("event") == "Resumed" for line in killed.lines(1)) else None
 
 
 def _differences(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -63,6 +65,12 @@ def test_no_process_of_a_command_is_left(code: str, ended: tuple[int, bool], tmp
     assert left(tmp_path) == []
 
 
+def test_a_rank_that_ends_after_the_first_one_is_waited_for(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(0.5); print(1)'])"
+    ended = run([sys.executable, "-c", code], {}, tmp_path / "output", tmp_path / "killed", 60.0, lambda: None)
+    assert (ended.code, ended.tail()) == (0, "1")
+
+
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     result = call("time.sleep(600)", tmp_path, timeout_secs=5.0)
     assert (result.code, result.killed) == (None, False)
@@ -82,6 +90,24 @@ def test_what_is_no_training_is_a_hard_failure() -> None:
     assert "the uninterrupted run trained nothing with a FaultTolerantCheckpoint" in answer.out
     assert "  | hello\n" in answer.out
     assert answer.err == "run 1: uninterrupted\n"
+
+
+def test_on_a_terminal_it_shows_what_runs_and_how_far_it_is() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "lightning_ft", "drill", "--", "sleep", "0.5"]
+    drill = subprocess.Popen(
+        command, env=environment(TERM="xterm"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    out, _ = drill.communicate(timeout=60)
+    assert (drill.returncode, b"HARD FAILURE" in out) == (1, True)
+    assert b"uninterrupted: batch 0" in shown
+    assert b"run 1:" not in shown
 
 
 def test_a_cancelled_drill_leaves_no_process(tmp_path: Path) -> None:
