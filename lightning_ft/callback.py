@@ -69,7 +69,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_keep_last: How many checkpoints of this run are kept in `local_dirpath`, beside what is still to be
             copied.
         save_on_train_end: Save when training ends, unless that state is saved already.
-        guards: Asked before every step whether the run should save and stop.
+        guards: What may end the run, or take it back, on all ranks at the same step; () for nothing. Default: a
+            `PreemptionGuard` and a `DivergenceGuard`, each with its own defaults, made with this callback.
         max_restarts_without_progress: When ``ckpt_path="last"`` was started so often from a checkpoint, and each time
             the run ended in a crash before a newer one was saved, the one before is taken, and that is said. Kills
             count as crashes; an end that was asked for (a preemption, Ctrl-C) does not, nor does a refused restart.
@@ -98,7 +99,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local_every_n_train_steps: int | None = None,
         local_keep_last: int = 2,
         save_on_train_end: bool = True,
-        guards: Sequence[AnyGuard] = (),
+        guards: Sequence[AnyGuard] | None = None,
         max_restarts_without_progress: int | None = 3,
         warn_if_not_durable_after: timedelta | None = timedelta(minutes=30),
         seed_workers: bool = True,
@@ -110,6 +111,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}={value!r}: must be True or False")
+        if guards is None:
+            guards = (PreemptionGuard(), DivergenceGuard())
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
