@@ -151,7 +151,9 @@ def _ours(staging: Literal["overlap", "blocking"], pace: Pace, dirpath: str) -> 
             pace.fail(event.reason)
 
     events.observe(on_event)  # for as long as the process lives, which is this one run
-    callback = ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=1, keep_last=1, save_on_train_end=False)
+    callback = ft.FaultTolerantCheckpoint(
+        dirpath, every_n_train_steps=1, keep_last=1, guards=(), save_on_train_end=False
+    )
     return {"callbacks": [callback], "plugins": [ft.FaultTolerantCheckpointIO(staging=staging)]}
 
 

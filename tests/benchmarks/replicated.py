@@ -68,7 +68,9 @@ def _train(dirpath: str, layout: Any, shape: Shape, rows: int, saves: int) -> di
     gate = Gate(saves, removes=False)
     written = _Written()
     undo = [tell(gate), events.observe(written)]
-    callback = ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=1, keep_last=1, save_on_train_end=False)
+    callback = ft.FaultTolerantCheckpoint(
+        dirpath, every_n_train_steps=1, keep_last=1, guards=(), save_on_train_end=False
+    )
     trainer = L.Trainer(
         **quiet(default_root_dir=dirpath, devices=RANKS, plugins=[ft.FaultTolerantCheckpointIO(layout=layout)]),
         strategy=DDPStrategy(process_group_backend="gloo"), callbacks=[gate, callback],

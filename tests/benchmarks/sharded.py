@@ -166,7 +166,7 @@ def _train(dirpath: str, contender: str, shape: Shape, rows: int, threads: int, 
         tell(gate)
         arguments["plugins"] = [ft.FaultTolerantCheckpointIO(staging=contender)]  # type: ignore[arg-type]
         callbacks.append(
-            ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=1, keep_last=1, save_on_train_end=False)
+            ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=1, keep_last=1, guards=(), save_on_train_end=False)
         )
     elif contender == "lightning":
         callbacks.append(ModelCheckpoint(dirpath, filename="{step}", every_n_train_steps=1, save_top_k=-1))

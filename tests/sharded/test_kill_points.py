@@ -29,7 +29,11 @@ def checked_trainer(dirpath: str, kind: str) -> L.Trainer:
         harness.check(dirpath, f"{dirpath}.events", 1)
         harness.log_events(f"{dirpath}.events")
     return job.trainer(
-        dirpath, kind, max_epochs=5, callbacks=(partial(harness.NothingLeft, dirpath),), ft_args={"keep_last": 1}
+        dirpath,
+        kind,
+        max_epochs=5,
+        callbacks=(partial(harness.NothingLeft, dirpath),),
+        ft_args={"keep_last": 1, "guards": ()},
     )
 
 

@@ -142,7 +142,7 @@ def test_f2_a_failed_save_does_not_count_for_rotation(tmp_path: Path) -> None:
     plugin = ft.FaultTolerantCheckpointIO(on_error="warn")
     look = runs.Each(lambda _: there.append(runs.good(tmp_path)))
     with runs.observing(Failing(3, 4)):
-        fit(trainer(drained(plugin), look, ours(tmp_path, keep_last=1), plugins=[plugin]))
+        fit(trainer(drained(plugin), look, ours(tmp_path, keep_last=1, guards=()), plugins=[plugin]))
     expected = [[], [1], [2], [2], [2], [5], [6], [7]]
     assert there == [[f"step=0000000{step}.ckpt" for step in steps] for steps in expected]
 
@@ -180,7 +180,7 @@ def test_f2_a_rotation_that_fails_is_no_danger(
 
     monkeypatch.setattr(Storage, method, failing)
     with runs.recorded() as seen:
-        fit(trainer(drained(plugin), ours(tmp_path, keep_last=1), plugins=[plugin]))
+        fit(trainer(drained(plugin), ours(tmp_path, keep_last=1, guards=()), plugins=[plugin]))
     assert len(failed) == 2
     assert runs.good(tmp_path) == ["step=00000008.ckpt"] == runs.names(tmp_path)
     skipped = [e.reason for e in seen if isinstance(e, events.DeleteSkipped)]

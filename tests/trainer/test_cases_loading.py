@@ -223,8 +223,8 @@ def test_l4_another_optimizer(models: Any, tmp_path: Path) -> None:
 
 def test_l4_dataset_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     says = "train dataloader 0 dataset length: 30 when saved, 38 now"
-    plain_run()(ours(tmp_path / "within", keep_last=1), max_steps=4)
-    plain_run()(ours(tmp_path / "between", keep_last=1), max_steps=8)
+    plain_run()(ours(tmp_path / "within", keep_last=1, guards=()), max_steps=4)
+    plain_run()(ours(tmp_path / "between", keep_last=1, guards=()), max_steps=8)
     longer = plain_run(length=38)
     for place in ("within", "between"):
         with pytest.raises(ft.RestoreError, match=says):
@@ -401,7 +401,7 @@ def test_n5_a_branch_leaves_the_old_line_alone(tmp_path: Path) -> None:
     old = manifests(tmp_path)
     bytes_before = {name: (tmp_path / name).read_bytes() for name in old}
     from_step_2 = tmp_path / "step=00000002.ckpt"
-    model = fit(trainer(ours(tmp_path, keep_last=1)), ckpt_path=from_step_2)
+    model = fit(trainer(ours(tmp_path, keep_last=1, guards=())), ckpt_path=from_step_2)
     assert [step[1] for step in model.steps] == [2, 3, 4, 5, 6, 7]
     assert {name: (tmp_path / name).read_bytes() for name in old} == bytes_before
     new = {name: m for name, m in manifests(tmp_path).items() if name not in old}
@@ -419,8 +419,8 @@ def test_n5_a_branch_leaves_the_old_line_alone(tmp_path: Path) -> None:
 def test_n5_the_branch_is_what_last_continues(tmp_path: Path) -> None:
     """Although its steps are smaller than those of the line it left."""
     runs.first_run(tmp_path, keep_last=-1, max_steps=6)
-    fit(trainer(ours(tmp_path, keep_last=1), max_steps=4), ckpt_path=tmp_path / "step=00000002.ckpt")
-    model = fit(trainer(ours(tmp_path, keep_last=1)), ckpt_path="last")
+    fit(trainer(ours(tmp_path, keep_last=1, guards=()), max_steps=4), ckpt_path=tmp_path / "step=00000002.ckpt")
+    model = fit(trainer(ours(tmp_path, keep_last=1, guards=())), ckpt_path="last")
     assert [step[1] for step in model.steps] == [4, 5, 6, 7]
     assert {"step=00000002.ckpt", "step=00000004.ckpt", "step=00000006.ckpt"} <= set(runs.good(tmp_path))
 
@@ -448,7 +448,7 @@ def test_n5_newer_ones_that_are_damaged_make_no_branch(tmp_path: Path) -> None:
 def test_n5_into_another_directory(tmp_path: Path) -> None:
     runs.first_run(tmp_path / "a", max_steps=6)
     before = os.listdir(tmp_path / "a")
-    fit(trainer(ours(tmp_path / "b", keep_last=1)), ckpt_path=tmp_path / "a/step=00000004.ckpt")
+    fit(trainer(ours(tmp_path / "b", keep_last=1, guards=())), ckpt_path=tmp_path / "a/step=00000004.ckpt")
     assert os.listdir(tmp_path / "a") == before
     (branch,) = manifests(tmp_path / "b").values()
     assert branch.parent == manifests(tmp_path / "a")["step=00000004.ckpt"].generation

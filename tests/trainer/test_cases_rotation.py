@@ -168,7 +168,7 @@ def test_d3_ours(local: bool, memory: str, tmp_path: Path) -> None:
     base = str(tmp_path) if local else memory
     runs.first_run(f"{base}/run1", keep_last=2)
     before = ft.list_checkpoints(f"{base}/run1")
-    ours = ft.FaultTolerantCheckpoint(f"{base}/run2", every_n_train_steps=1, keep_last=1)
+    ours = ft.FaultTolerantCheckpoint(f"{base}/run2", every_n_train_steps=1, keep_last=1, guards=())
     model = fit(trainer(ours), ckpt_path=before[-1].path)
     assert model.steps[0][1:3] == (4, 4)
     assert ft.list_checkpoints(f"{base}/run1") == before
@@ -177,7 +177,7 @@ def test_d3_ours(local: bool, memory: str, tmp_path: Path) -> None:
 
 def test_d3_same_directory(tmp_path: Path) -> None:
     """Resumed from its own oldest one: it stays until newer ones of this run are good."""
-    runs.first_run(tmp_path, keep_last=1)
+    runs.first_run(tmp_path, keep_last=1, guards=())
     resumed_from = ft.list_checkpoints(str(tmp_path))[0].path
     there: list[bool] = []
 
@@ -185,7 +185,7 @@ def test_d3_same_directory(tmp_path: Path) -> None:
         if isinstance(event, events.DataSynced):
             there.append(os.path.exists(resumed_from))
 
-    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1)
+    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1, guards=())
     with runs.observing(look):
         fit(trainer(ours), ckpt_path="last")
     assert there == [True, False]
@@ -349,7 +349,7 @@ def test_d11_keep_by_number(keep: int, tmp_path: Path) -> None:
 
 
 def test_d11_multiples_stay(tmp_path: Path) -> None:
-    runs.first_run(tmp_path, max_steps=7, every_n_train_steps=1, keep_last=1, keep_every_n_train_steps=3)
+    runs.first_run(tmp_path, max_steps=7, every_n_train_steps=1, keep_last=1, guards=(), keep_every_n_train_steps=3)
     assert runs.names(tmp_path) == [f"step=0000000{step}.ckpt" for step in (3, 6, 7)]
 
 
@@ -360,7 +360,7 @@ def test_d11_already_gone_is_fine(tmp_path: Path) -> None:
         if isinstance(event, events.DeleteStarted):
             os.unlink(event.path)
 
-    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1)
+    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1, guards=())
     with runs.observing(meddle), runs.recorded() as seen:
         fit(trainer(ours))
     assert [e.reason for e in seen if isinstance(e, events.DeleteSkipped)] == ["already gone"] * 7
@@ -471,8 +471,8 @@ def test_d16_the_fixed_path_alone_goes_back_every_time(tmp_path: Path, caplog: p
 
 def test_d16_looking_while_a_run_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that asks for the newest one, while a living run replaces it by a newer one, gets the newer one."""
-    runs.first_run(tmp_path / "a", keep_last=1)
-    runs.first_run(tmp_path / "b", keep_last=1, max_steps=7)
+    runs.first_run(tmp_path / "a", keep_last=1, guards=())
+    runs.first_run(tmp_path / "b", keep_last=1, guards=(), max_steps=7)
     examine = discovery._examine
 
     def rotated_before(storage: Any, path: str) -> Any:

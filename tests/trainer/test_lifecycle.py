@@ -341,7 +341,7 @@ WRONG = [
     ("keep_last", 0), ("keep_last", -2), ("keep_last", None), ("keep_last", 1.0), ("keep_last", True),
     ("keep_every_n_train_steps", 0), ("keep_every_n_train_steps", "5"), ("keep_every_n_train_steps", True),
     ("save_on_train_end", 1), ("save_on_train_end", None), ("save_on_train_end", "yes"),
-    ("guards", "preemption"), ("guards", ["nobody"]), ("guards", None), ("guards", 3),
+    ("guards", "preemption"), ("guards", ["nobody"]), ("guards", 3),
     ("seed_workers", 0), ("seed_workers", "no"),
     ("strict", None), ("strict", 1),
 ]  # fmt: skip

@@ -91,7 +91,7 @@ def test_what_waits_for_its_upload_stays(place: Place) -> None:
 
     io = ft.FaultTolerantCheckpointIO()
     with runs.observing(gate):
-        place.run(runs.Each(look), max_steps=8, local_keep_last=1, io=io)
+        place.run(runs.Each(look), max_steps=8, local_keep_last=1, guards=(), io=io)
     assert there == [[4, 7]]
     assert place.steps(place.local) == [8]
     assert place.steps(place.remote) == [4, 8]
@@ -151,7 +151,7 @@ def test_room_is_made_for_the_last_upload_whenever_it_ends(place: Place, monkeyp
 
     io = ft.FaultTolerantCheckpointIO()
     with runs.observing(gate):
-        place.run(runs.Each(look), max_steps=8, local_keep_last=1, io=io)
+        place.run(runs.Each(look), max_steps=8, local_keep_last=1, guards=(), io=io)
 
 
 def test_the_newest_is_told_though_an_older_one_was_uploaded_later(place: Place) -> None:
@@ -270,6 +270,6 @@ def test_a_failed_save_keeps_what_an_upload_would_have_let_go(place: Place) -> N
 
     io = ft.FaultTolerantCheckpointIO(on_error="warn")
     with runs.observing(full, gate):
-        place.run(runs.Each(look), max_steps=7, local_keep_last=1, io=io)
+        place.run(runs.Each(look), max_steps=7, local_keep_last=1, guards=(), io=io)
     assert there == [[4, 5]]
     assert place.steps(place.local) == [7]
