@@ -57,7 +57,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             the clock of rank 0.
         every_n_epochs: Save at the end of every n-th epoch. The default, with 1, if no trigger is given.
         train_time_interval: Save when so much time has passed since the last save, by the clock of rank 0.
-        keep_last: How many checkpoints of this run are kept, at least 1; -1 keeps all.
+        keep_last: How many checkpoints of this run are kept, at least 1; -1 keeps all. A `DivergenceGuard` keeps two
+            at least: of the newest nobody knows yet whether its loss will be finite.
         keep_every_n_train_steps: The first checkpoint at or after each multiple of this is kept for good.
         local_dirpath: A directory on a fast local disk, in front of a `dirpath` that is slow. Every save is written
             there, and what is due in `dirpath` is copied from there in the background, byte for byte; a copy that still
