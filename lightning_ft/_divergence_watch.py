@@ -68,14 +68,14 @@ class DivergenceWatch(Watch):
         self._trained_up_to = 0
         self._step_at_hand = self._last_step = range(0)
         self._sound_buffers: frozenset[str] | None = None
-        self._undo = [_rollback.install(fit, self._went_back)]
-        fit.tiers.keep_predecessors()
         if guard.action == "rollback" and fit.plugin is None:
             other = type(fit.trainer.strategy.checkpoint_io).__name__
             raise ConfigurationError(
                 'DivergenceGuard(action="rollback"): it goes back to verified checkpoints, which '
                 f"FaultTolerantCheckpointIO writes, and this trainer has {other}"
             )
+        self._undo = [_rollback.install(fit, self._went_back)]
+        fit.tiers.keep_predecessors()
 
     def open(self) -> None:
         if (

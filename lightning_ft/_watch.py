@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +25,7 @@ from lightning_ft._dist import Ranks, raised_everywhere
 from lightning_ft._left_out import LeftOut
 from lightning_ft._line import Line
 from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._pace import Pace
 from lightning_ft._saves import Saves
 from lightning_ft._tiers import Tiers
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -69,9 +71,12 @@ class Fit:
     loaders: TrackedLoaders
     left_out: LeftOut
     line: Line
+    pace: Pace
     go_back: Callable[[], None]
     """To be called before this fit loads an older checkpoint of its own."""
     local_dirpath: str | None = None
+    warn_after: timedelta | None = None
+    """After how long without a new durable checkpoint the user is warned."""
 
 
 class Watch:

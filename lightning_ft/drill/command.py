@@ -18,6 +18,10 @@ _MARK = "LIGHTNING_FT_DRILL_RUN"
 _LOOK_SECS = 0.2
 
 
+class CannotStartError(Exception):
+    """The command could not be started at all; one line says why."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How one start of the command ended."""
@@ -53,18 +57,26 @@ def run(
         killed: Is there as soon as the command has reached its kill point; then all of it is killed, at once.
         timeout_secs: After which it is killed as well.
         watch: Called a few times a second.
+
+    Raises:
+        CannotStartError: There is no such program, or it cannot be run; or this system has no /proc.
     """
+    if sys.platform != "linux":
+        raise CannotStartError("a drill needs Linux: the processes of a run are found in /proc, by their environment")
     mark = secrets.token_hex(8)
     deadline = time.monotonic() + timeout_secs
     with output.open("wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - the user's own command
-            command,
-            env={**os.environ, **environment, _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(  # noqa: S603 - the user's own command
+                command,
+                env={**os.environ, **environment, _MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CannotStartError(f"{command[0]} cannot be started: {error.strerror}") from error
         try:
             code = _wait(process, killed, deadline, watch)
         finally:
@@ -93,8 +105,6 @@ def _kill_all(mark: str) -> None:
 
 
 def _processes() -> list[int]:
-    if sys.platform != "linux":
-        raise NotImplementedError("a drill needs Linux: processes are found by their environment, in /proc")
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
 
 
