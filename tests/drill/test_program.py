@@ -17,12 +17,15 @@ from lightning_ft.cli.app import app
 from lightning_ft.testing import _free_port
 from tests.cli.conftest import Answer, program
 
+# A run of two ranks imports torch and Lightning one rank after another, and there are three.
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).parents[2]
 VARIED = Path(__file__).with_name("varied.py")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "demo.py"]
 
 
-def drill(*args: Any, cwd: Path | None = None, within_secs: float = 280) -> Answer:
+def drill(*args: Any, cwd: Path | None = None, within_secs: float = 560) -> Answer:
     return program("drill", *args, cwd=cwd, timeout=within_secs)
 
 
