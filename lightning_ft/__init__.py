@@ -8,6 +8,8 @@ The usual use is one callback::
     trainer = L.Trainer(callbacks=[ft.FaultTolerantCheckpoint("runs/1", every_n_train_steps=500)])
     trainer.fit(model, datamodule, ckpt_path="last")
 
+or, with every guard, ``L.Trainer(**ft.fault_tolerance("runs/1"))``.
+
 Importing the package loads neither torch nor Lightning: each public name loads its module on first use. So
 ``list_checkpoints``, ``last_good`` and ``verify`` work quickly on a login node, and also where the training
 environment itself is what broke.
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_ft.guards.preemption import PreemptionGuard
     from lightning_ft.manifest import CheckpointInfo, Manifest
     from lightning_ft.plugin import FaultTolerantCheckpointIO
+    from lightning_ft.preset import fault_tolerance
     from lightning_ft.strategies import FSDPStrategy, ModelParallelStrategy
 
 # These names are promised: they change only after a deprecation that warns for at least two minor releases.
@@ -77,6 +80,7 @@ __all__ = [
     "UnsupportedFormatError",
     "__version__",
     "events",
+    "fault_tolerance",
     "last_good",
     "list_checkpoints",
     "testing",
@@ -108,6 +112,7 @@ _MODULE_OF = {
     "StorageError": "errors",
     "TopologyError": "errors",
     "UnsupportedFormatError": "errors",
+    "fault_tolerance": "preset",
     "last_good": "discovery",
     "list_checkpoints": "discovery",
     "verify": "discovery",

@@ -28,6 +28,8 @@ class Chronicle(Watch):
         self._history = history = History(
             fit.dirpath, Storage(plugin.storage_options), lambda flush: plugin.writer.then(history.path, flush)
         )
+        self.path = history.path
+        """Of the file."""
         self._trains = False
         self._error: BaseException | None = None
         self._closed = False

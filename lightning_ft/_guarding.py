@@ -9,9 +9,12 @@ from typing import Any
 from lightning_ft import _hang, _loops
 from lightning_ft._chronicle import Chronicle
 from lightning_ft._divergence_watch import DivergenceWatch
+from lightning_ft._durability import Durability
 from lightning_ft._hang import HangWatch
+from lightning_ft._measuring import Measuring
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
+from lightning_ft.errors import ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.state import Progress
 
@@ -25,7 +28,12 @@ def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
         guards: What the user asked for.
         fit: The fit.
         start: Its ordinal among those into this directory.
+
+    Raises:
+        ConfigurationError: They do not go together, or one of them not with the fit.
     """
+    if sum(isinstance(guard, DivergenceGuard) for guard in guards) > 1:
+        raise ConfigurationError("guards: more than one DivergenceGuard, and a run takes one course; give one")
     # Hangs are watched for as long as anything else is at work, so that one is closed last.
     found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
     found += [Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard)]
@@ -33,7 +41,10 @@ def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
     if polled := [guard for guard in guards if isinstance(guard, Guard)]:
         found.append(_Polled(polled, fit))
     if fit.plugin is not None and fit.ranks.is_zero:
-        found.append(Chronicle(fit, fit.plugin, start))
+        found.append(chronicle := Chronicle(fit, fit.plugin, start))
+        found.append(Durability(fit, fit.warn_after))
+        if fit.pace.is_measured:
+            found.append(Measuring(fit, fit.plugin, chronicle.path))
     return Watches(found)
 
 

@@ -100,10 +100,8 @@ def advise(
             f"least_secs={least_secs}, most_secs={most_secs}: costs of at least 0, other times above 0, least <= most"
         )
     optimum = daly(cost_secs, mean_failure_secs)
-    interval, limited_by = optimum, "optimum"
-    for limit, name in ((write_secs, "write"), (least_secs, "least")):
+    interval, limited_by = (optimum, "optimum") if optimum <= most_secs else (most_secs, "most")
+    for limit, name in ((least_secs, "least"), (write_secs, "write")):  # the last one is no choice
         if interval < limit:
             interval, limited_by = limit, name
-    if interval > most_secs and limited_by != "write":
-        interval, limited_by = most_secs, "most"
     return Advice(interval, limited_by, optimum, cost_secs, mean_failure_secs)

@@ -6,11 +6,9 @@ fit can reach into the next. Everything here runs in the main thread, on all ran
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +17,6 @@ from lightning_ft import (
     _callbacks,
     _emergency,
     _guarding,
-    _leaving,
     _loops,
     _names,
     _parallel_writes,
@@ -27,10 +24,11 @@ from lightning_ft import (
     _surprises,
     events,
 )
-from lightning_ft._before import Before
+from lightning_ft._boundaries import Boundaries
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
 from lightning_ft._elastic import DataRank
+from lightning_ft._ending import Ending
 from lightning_ft._exceptions import Exceptions
 from lightning_ft._left_out import LeftOut
 from lightning_ft._line import Line, is_superseded
@@ -39,37 +37,16 @@ from lightning_ft._module_tree import ModuleTree
 from lightning_ft._names import KEY
 from lightning_ft._news import News
 from lightning_ft._optimizer_steps import before_steps
+from lightning_ft._pace import Pace
 from lightning_ft._restore import Restore, build_state
 from lightning_ft._saves import Saves
-from lightning_ft._starts import is_no_fault
+from lightning_ft._settings import Settings
 from lightning_ft._tiers import Tiers
-from lightning_ft._two_tiers import LocalTier
 from lightning_ft._validation import Validation
-from lightning_ft._voting import Voting
-from lightning_ft._watch import Fit, Request
+from lightning_ft._watch import Fit
 from lightning_ft._written_by import saves_replicated, saves_sharded
-from lightning_ft.errors import SaveError
-from lightning_ft.guards import AnyGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
-from lightning_ft.retention import Retention
-from lightning_ft.state import Progress
-from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, time_due
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for: the arguments of `FaultTolerantCheckpoint`, validated."""
-
-    trigger: Trigger
-    retention: Retention
-    local: LocalTier | None
-    save_on_train_end: bool
-    guards: tuple[AnyGuard, ...]
-    max_restarts_without_progress: int | None
-    seed_workers: bool
-    strict: bool
+from lightning_ft.triggers import Trigger
 
 
 class Session:
@@ -118,32 +95,36 @@ class Session:
         self._continues = continues
         self._line = Line(continues or self._new_run_id, start)
         self._seed = os.environ.get("PL_GLOBAL_SEED")
-        progress = _loops.progress(trainer)  # not zero if the trainer has been fitted before
-        self._pending = self._local_pending = Pending(LastSave(progress.step, progress.epochs))
-        self._stopped_within_epoch = False
-        self._stop: Request | None = None
-        self._epoch_begun = self._finished = False
-        self._error: BaseException | None = None
+        self._ending = Ending(trainer)
+        self._epoch_begun = False
         # One order for all ranks, whatever they were seeded with.
         root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
         self._data_rank = DataRank.among(places, ranks.rank)
         self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        self._left_out = LeftOut(trainer, ranks, self._loaders)
-        self._line.from_batch = progress.batch
-        fit = Fit(
-            trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._stop, settings.strict, self._saves,
-            self._tiers, self._loaders, self._left_out, self._line, self.go_back,
-            local_dirpath=None if settings.local is None else settings.local.dirpath,
+        pace = Pace(settings.trigger)
+        self._line.from_batch = _loops.progress(trainer).batch
+        try:
+            self._left_out = LeftOut(trainer, ranks, self._loaders)
+            fit = Fit(
+                trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
+                self._saves, self._tiers, self._loaders, self._left_out, self._line, pace, self.go_back,
+                local_dirpath=None if settings.local is None else settings.local.dirpath,
+                warn_after=settings.warn_if_not_durable_after,
+            )  # fmt: skip
+            self.watches = _guarding.watches(settings.guards, fit, start)
+        except BaseException:
+            self._tiers.close()  # nobody closes a session that was never made
+            raise
+        self._boundaries = Boundaries(
+            trainer, settings, plugin, ranks, self._tiers, self._saves, pace, self._ending, self.watches,
+            lambda: self.run_id,
         )  # fmt: skip
-        self.watches = _guarding.watches(settings.guards, fit, start)
-        self.voting = Voting(trainer, ranks, self.watches, (*Saves.TOPICS, "time_due"), self._own_votes)
-        self._before: Before | None = None
+        self.voting = self._boundaries.voting
         self.validation = Validation(
-            trainer, self.voting.vote, self.watches, begins=self._validation_begins, needed=self._validation_needed,
-            heard=self.voting.note, left=self._validation_left,
-        )  # fmt: skip
+            trainer, self.voting, self.watches, self._tree, self._loaders, left=self._boundaries.leave_validation
+        )
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
@@ -158,7 +139,7 @@ class Session:
             if saves_replicated(trainer.strategy, plugin):
                 self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
-        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id)
+        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id, self.voting.close)
         if chosen and ranks.is_zero:
             self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
 
@@ -174,12 +155,12 @@ class Session:
         self._exceptions.deal_with(error)
         self._left_out.say_how(error)
         self.watches.failed(error)
-        self._error = error
+        self._ending.error = error
 
     def finish(self) -> None:
         """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""
-        self._finished = True
-        if self._restore is not None and self._stop is None:
+        self._ending.finished = True
+        if self._restore is not None and self._ending.request is None:
             self._restore.say_if_nothing_ran()
 
     def close(self) -> None:
@@ -203,11 +184,10 @@ class Session:
         self._undo = []
         if self._restore is not None:
             self._restore.close()
-        self.voting.close()
-        self._exceptions.close(leaves=self._stop is not None and self._stop.exit_code is not None)
+        self._boundaries.close()
+        self._exceptions.close(leaves=self._ending.leaves)
         self._ranks.close()
-        asked_to_end = self._finished and is_no_fault(SystemExit(self._stop.exit_code if self._stop is not None else 0))
-        if asked_to_end or (self._error is not None and is_no_fault(self._error)):
+        if self._ending.is_no_fault:
             self._tiers.starts.take_back()
         self._tiers.close()
 
@@ -216,7 +196,7 @@ class Session:
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
         if _surprises.is_of_lightnings_requeue(path):
-            _surprises.refuse_older(path, self._dirpath, self._ranks.decide(lambda: len(self._tiers.infos())))
+            self._ranks.decide(lambda: _surprises.refuse_older(path, self._dirpath, len(self._tiers.infos())))
         self._restore = Restore(
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
@@ -230,7 +210,7 @@ class Session:
         of_rank = saved["ranks"][0 if other_ranks else self._ranks.rank]
         self.watches.restore(of_rank.get("guards", {}), other_ranks=other_ranks)
         self._seed = saved["seed"]
-        self._pending = self._local_pending = Pending(LastSave(saved["step"], saved["epochs"]))
+        self._boundaries.due.start_at(saved["step"], saved["epochs"])
         if continues and self._ranks.is_zero and self._tiers.is_local(path):
             # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
             self._tiers.upload(path, self.run_id)
@@ -249,10 +229,10 @@ class Session:
 
     def go_back(self) -> None:
         """The fit is about to load an older checkpoint of its own. Ranks: all."""
-        self.voting.forget()
+        self.watches.phase("load")
+        self._boundaries.forget()
         self._line.go_back()
-        self._stop = None
-        self._epoch_begun = self._stopped_within_epoch = False
+        self._epoch_begun = False
 
     # -- the loops: see the table in `_loops` --------------------------------------------------------------------
 
@@ -297,21 +277,24 @@ class Session:
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
-        self._before = None
-        if self._stop is not None and self._stopped_within_epoch:
+        self.validation.before = None
+        boundaries = self._boundaries
+        if self._ending.request is not None and boundaries.stopped_within_epoch:
             return  # it was decided within the validation
+        self._exceptions.check()
         progress = _loops.progress(self._trainer)
-        self._stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
-        self._decide(progress, epoch_finished=False, ends_here=self._stopped_within_epoch)
+        ends_here = boundaries.stopped_within_epoch = _loops.stops_here(self._trainer) and not progress.last_batch
+        boundaries.decide(progress, epoch_finished=False, ends_here=ends_here)
 
     def leaves_epoch(self) -> bool:
         """Whether the process is about to end within the epoch: its end belongs to the restart, and may take long."""
-        return self._stopped_within_epoch and self._stop is not None and self._stop.exit_code is not None
+        return self._boundaries.stopped_within_epoch and self._ending.leaves
 
     def after_epoch(self) -> None:
         """An epoch boundary, unless training was stopped within the epoch: then its last step was one."""
-        if not self._stopped_within_epoch:
-            self._decide(_loops.progress(self._trainer), epoch_finished=True, ends_here=False)
+        if not self._boundaries.stopped_within_epoch:
+            self._exceptions.check()
+            self._boundaries.decide(_loops.progress(self._trainer), epoch_finished=True)
 
     # -- hooks of the callback -----------------------------------------------------------------------------------
 
@@ -322,7 +305,7 @@ class Session:
             ConfigurationError: No save of this run could be loaded as `strict` asks for.
         """
         self.watches.open()
-        if self._ask_now(_loops.progress(self._trainer)):
+        if self._boundaries.ask_now(_loops.progress(self._trainer)):
             _loops.stop_now(self._trainer)
         self._saves.start_clock()
         if self._settings.strict:
@@ -356,85 +339,25 @@ class Session:
         if self._plugin is not None:
             self._plugin.before_optimizer_step()
 
-    def _own_votes(self) -> dict[str, int]:
-        due = self._ranks.is_zero and time_due(self._settings.trigger, self._saves.secs_since_last)
-        return {"time_due": int(due), **self._saves.votes()}
-
-    # -- validation: see `_validation` ---------------------------------------------------------------------------
-
-    def _validation_begins(self) -> None:
-        self.voting.end_of_batch()
-        possible = Before.possible(self._trainer) and self._plugin is not None
-        self._before = Before(self._trainer, self._tree, self._loaders) if possible else None
-
-    def _validation_needed(self) -> bool:
-        # The sanity check, which nothing depends on, may be left whenever.
-        return not self._trainer.sanity_checking and (self._before is None or not self._before.holds)
-
-    def _validation_left(self) -> None:
-        """The state before the validation is saved, and the fit ends. Ranks: all."""
-        if self._trainer.sanity_checking:
-            return  # what was heard is decided upon at the first boundary
-        progress = _loops.progress(self._trainer)
-        votes = self.voting.take(afresh=False)
-        for request in self.watches.decide_all(votes, progress):
-            self._heed(request)
-        assert self._stop is not None, "a watch that calls something urgent asks for the end of the fit"
-        self._undo.append(_loops.update_no_more_schedulers(self._trainer))
-        _loops.stop_now(self._trainer)
-        self._stopped_within_epoch = True
-        if self._stop.save is not None:
-            self._save(self._stop.save, "step", progress)
-
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
 
         Raises:
             SaveError: The last save failed (on all ranks, unless ``on_error="warn"``).
         """
-        progress = _loops.progress(self._trainer)
-        try:
-            self._finish_saves(progress)
-        except SaveError as error:
-            if self._stop is None or self._stop.exit_code is None:
-                raise
-            _log.error("%s; the run ends without it", error)
-        if self._plugin is not None:
-            # From here on only other callbacks ask for saves, and nobody else reports their failure.
-            self._plugin.reports_failures = True
-        self.watches.phase("end")
-        self._ask_now(progress)
-        if self._stop is not None:
-            code = self._stop.code_when(saved=self._saves.has(progress))
-            _leaving.leave_after_fit(self._trainer, code, self.watches.leave)
-
-    def _ask_now(self, progress: Progress) -> bool:
-        """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""
-        if not self.watches.anywhere:
-            return self._stop is not None
-        votes = self.voting.take(afresh=True)
-        for request in self.watches.decide_all(votes, progress):
-            self._heed(replace(request, save=None) if request.stop else request)
-        return self._stop is not None
-
-    def _finish_saves(self, progress: Progress) -> None:
-        self._saves.settle("training goes on to its last save")
-        last = self._settings.save_on_train_end or any(self._ranks.all_gather(self._saves.must_repeat()))
-        if last and not self._stopped_within_epoch and (self._stop is None or self._stop.save is not None):
-            self._save("train_end", "epoch", progress)
-            self._saves.settle("training ends without it")
-        self._saves.tell_of_commits()
+        self._boundaries.train_ends()
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
         reason, boundary = self._saves.at_hand or ("user", "none")
+        before = self.validation.before if self._saves.at_hand else None
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
-            boundary=boundary, stopping=self._stop is not None, seed=self._seed, guards=self.watches.state(),
-            before=self._before if boundary != "none" else None,
+            boundary=boundary, stopping=self._ending.request is not None, seed=self._seed, guards=self.watches.state(),
+            before=before,
         )  # fmt: skip
-        if self._before is not None and boundary != "none":
-            self._before.put_into(checkpoint)
+        if before is not None:
+            before.put_into(checkpoint)
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
         if boundary == "epoch":
@@ -451,65 +374,3 @@ class Session:
     def saves(self) -> bool:
         """Whether it is this session that saves, so that all ranks are at the same place."""
         return self._saves.at_hand is not None
-
-    # -- deciding and saving -------------------------------------------------------------------------------------
-
-    def _decide(self, progress: Progress, *, epoch_finished: bool, ends_here: bool) -> None:
-        self._exceptions.check()
-        votes = self.voting.take(afresh=epoch_finished)
-        if votes.get("save_failed"):
-            self._saves.report_failure("training goes on")
-        if votes.get("repeat"):
-            self._pending = replace(self._pending, postponed=self._pending.postponed or "repeated")
-        self._saves.tell_of_commits()
-        for request in self.watches.decide_all(votes, progress):
-            self._heed(request)
-        facts = Facts(
-            step=progress.step,
-            epoch_finished=epoch_finished,
-            epochs=progress.epochs,
-            # A save at the last batch waits for the end of the epoch, which follows at once.
-            accumulating=not epoch_finished and (progress.last_batch or _loops.accumulating(self._trainer)),
-            time_due=bool(votes.get("time_due")),
-        )
-        self._pending, reason = advance(self._settings.trigger, self._pending, facts)
-        local = self._settings.local
-        only_local = None
-        if local is not None:
-            self._local_pending, only_local = advance(local.trigger, self._local_pending, facts)
-        if self._stop is not None and not facts.accumulating:
-            _loops.stop_now(self._trainer)
-            self._stopped_within_epoch = not epoch_finished
-            # Whatever `save_on_train_end` says: the run is to be continued.
-            reason = (reason or self._stop.save) if self._stop.save is not None else None
-            only_local = only_local if self._stop.save is not None else None
-        elif ends_here and self._settings.save_on_train_end:
-            reason = reason or "train_end"
-        elif (reason or only_local) and votes.get("writer_busy") and self._skips_when_busy:
-            events.emit(events.SaveSkipped(self._tiers.first, progress.step, "another save is being written"))
-            self._pending, reason = replace(self._pending, postponed=reason), None
-            self._local_pending, only_local = replace(self._local_pending, postponed=only_local), None
-        if reason or only_local:
-            boundary = "epoch" if epoch_finished else "step"
-            self._save(reason or only_local or "", boundary, progress, upload=reason is not None)
-
-    def _heed(self, request: Request) -> None:
-        """The fit ends or a save is made: at this boundary, or where the accumulation ends."""
-        if request.stop and self._stop is None:
-            self._stop = request
-            if request.exit_code is not None:
-                _leaving.expect_exits(self._trainer)
-        elif not request.stop and request.save is not None:
-            self._pending = replace(self._pending, postponed=self._pending.postponed or request.save)
-
-    @property
-    def _skips_when_busy(self) -> bool:
-        return self._plugin is not None and self._plugin.when_busy == "skip"
-
-    def _save(self, reason: str, boundary: str, progress: Progress, *, upload: bool = True) -> None:
-        refusal = self.watches.refuses_save()
-        if refusal is not None:
-            events.emit(events.SaveSkipped(self._tiers.first, progress.step, refusal))
-            self._pending = replace(self._pending, postponed=reason)
-            return
-        self._saves.make(reason, boundary, progress, self.run_id, ends=self._stopped_within_epoch, upload=upload)

@@ -8,7 +8,7 @@ import re
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ft import _loops, _names
+from lightning_ft import _interval, _loops, _names, _words
 from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.state import Progress
@@ -79,7 +79,7 @@ def warn_of_iterator(trainer: pl.Trainer) -> None:
 
 def warn_of_rare_saves(trainer: pl.Trainer, trigger: Trigger, *, save_on_train_end: bool) -> None:
     """The user knows if `trigger` will not be due in the whole run. Ranks: zero."""
-    if trigger.train_time_interval is not None:
+    if trigger.train_time_interval is not None or trigger.auto:
         return  # how long the run takes, nobody knows
     rules = [
         (f"{name}={every}", every, planned, unit)
@@ -107,4 +107,6 @@ def announce_first_save(dirpath: str, trigger: Trigger, progress: Progress) -> N
         due.append(f"after {(progress.epochs // epochs + 1) * epochs} epochs")
     if trigger.train_time_interval is not None:
         due.append(f"{trigger.train_time_interval} from now")
+    if trigger.auto:
+        due.append(f"{_words.duration(_interval.LEAST_SECS)} from now, or as earlier starts say")
     rank_zero_info(f"checkpoints are saved to {dirpath}: the first one {' or '.join(due)}")

@@ -15,6 +15,13 @@ def duration(secs: float) -> str:
     return f"{secs / 86400:.1f} d"
 
 
+def age(secs: float) -> str:
+    """`12 s`, `5 min`, `3.4 h`, `2.1 d`: what a progress bar has room for."""
+    if secs < 7200:
+        return f"{secs:.0f} s" if secs < 120 else f"{secs / 60:.0f} min"
+    return duration(secs)
+
+
 def percent(share: float | None) -> str:
     """`98.3 %`; `-` if it is not known."""
     return "-" if share is None else f"{share * 100:.1f} %"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from weakref import proxy
 
 import lightning.pytorch as pl
@@ -17,11 +17,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _drilled, _guarding, _leaving, _loops, _names
+from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _leaving, _loops, _names
 from lightning_ft._dist import Ranks
 from lightning_ft._fetched import Fetched
+from lightning_ft._measuring import require_measurable
 from lightning_ft._preemption import stand_aside
-from lightning_ft._session import Session, Settings
+from lightning_ft._session import Session
+from lightning_ft._settings import Settings
 from lightning_ft._shared_verification import SharedVerification
 from lightning_ft._two_tiers import LocalTier, require_different
 from lightning_ft._written_by import saves_sharded, saves_through_plugin
@@ -30,7 +32,7 @@ from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
-from lightning_ft.triggers import Trigger, resolve
+from lightning_ft.triggers import Trigger
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         dirpath: Directory or URL for the checkpoints. Default: ``default_root_dir/checkpoints``, which, unlike
             `ModelCheckpoint`'s default, is the same at every start of the same command.
         every_n_train_steps: Save when `trainer.global_step` passes a multiple of this. In manual optimization, where
-            that counts every optimizer, batches are counted.
+            that counts every optimizer, batches are counted. ``"auto"``: as often as what saves cost here and the
+            failures of this run so far make best, every minute to every hour, and no faster than saves are written; by
+            the clock of rank 0.
         every_n_epochs: Save at the end of every n-th epoch. The default, with 1, if no trigger is given.
         train_time_interval: Save when so much time has passed since the last save, by the clock of rank 0.
         keep_last: How many checkpoints of this run are kept, at least 1; -1 keeps all.
@@ -70,6 +74,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             the run ended in a crash before a newer one was saved, the one before is taken, and that is said. Kills
             count as crashes; an end that was asked for (a preemption, Ctrl-C) does not, nor does a refused restart.
             None: the newest is taken however often. A path given as `ckpt_path` always is.
+        warn_if_not_durable_after: A warning is logged when for so long nothing new has become durable in `dirpath`, on
+            top of `train_time_interval`. None: never.
         seed_workers: Give every batch a seed, so that random augmentation is the same after a restart, with any
             number of workers. If False, draws in worker processes are not repeated.
         strict: A restart that differs from the run that was saved is an error before the first step, and so is a
@@ -83,7 +89,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self,
         dirpath: str | os.PathLike[str] | None = None,
         *,
-        every_n_train_steps: int | None = None,
+        every_n_train_steps: int | Literal["auto"] | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | None = None,
         keep_last: int = 3,
@@ -94,6 +100,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         save_on_train_end: bool = True,
         guards: Sequence[AnyGuard] = (),
         max_restarts_without_progress: int | None = 3,
+        warn_if_not_durable_after: timedelta | None = timedelta(minutes=30),
         seed_workers: bool = True,
         strict: bool = True,
     ) -> None:
@@ -120,11 +127,12 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
-            trigger=resolve(Trigger(every_n_train_steps, every_n_epochs, train_time_interval)),
+            trigger=Trigger.of(every_n_train_steps, every_n_epochs, train_time_interval),
             retention=Retention(keep_last, keep_every_n_train_steps),
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
             max_restarts_without_progress=patience,
+            warn_if_not_durable_after=_durability.check(warn_if_not_durable_after),
             **flags,
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
@@ -180,6 +188,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 "would be neither atomic nor verified; use a single-device or DDP strategy, or FSDPStrategy or "
                 "ModelParallelStrategy of lightning_ft"
             )
+        require_measurable(self.settings.trigger, plugin)
         sharded = saves_sharded(trainer.strategy, plugin)
         finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
         if any(c._early_exit for c in finders):

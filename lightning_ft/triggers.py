@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Literal
 
 from lightning_ft.errors import ConfigurationError
 
@@ -23,6 +24,8 @@ class Trigger:
     every_n_train_steps: int | None = None
     every_n_epochs: int | None = None
     train_time_interval: timedelta | None = None
+    auto: bool = False
+    """Whether a save is due as often as costs and failures say (`_pace`)."""
 
     def __post_init__(self) -> None:
         for name in ("every_n_train_steps", "every_n_epochs"):
@@ -43,6 +46,22 @@ class Trigger:
             )
         if interval <= timedelta(0):
             raise ConfigurationError(f"train_time_interval={interval!r}: a positive duration is needed")
+
+    @classmethod
+    def of(
+        cls,
+        every_n_train_steps: int | Literal["auto"] | None,
+        every_n_epochs: int | None,
+        train_time_interval: timedelta | None,
+    ) -> Trigger:
+        """What these arguments of `FaultTolerantCheckpoint` ask for; without any, the default.
+
+        Raises:
+            ConfigurationError: One of them has a value it cannot have.
+        """
+        if isinstance(every_n_train_steps, str) and every_n_train_steps == "auto":
+            return cls(None, every_n_epochs, train_time_interval, auto=True)
+        return resolve(cls(every_n_train_steps, every_n_epochs, train_time_interval))
 
     @classmethod
     def default(cls) -> Trigger:
@@ -68,7 +87,7 @@ class Facts:
     accumulating: bool = False
     """Whether gradients of an unfinished accumulation are held, which no checkpoint contains."""
     time_due: bool = False
-    """What `time_due` said on rank 0, broadcast."""
+    """Whether enough time has passed since the last save, by the clock of rank 0, broadcast."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +108,6 @@ class Pending:
     was being written, or in place of one whose copy was withdrawn."""
 
 
-def time_due(trigger: Trigger, secs: float) -> bool:
-    """Whether the time rule asks for a save `secs` after the save before.
-
-    Ranks: zero; the answer is broadcast. Ranks that each ask their own clock disagree, and hang.
-    """
-    interval = trigger.train_time_interval
-    return interval is not None and secs >= interval.total_seconds()
-
-
 def due(trigger: Trigger, facts: Facts, last: LastSave) -> str | None:
     """Why a save is due at these facts ("epoch_end", "periodic", "time"), None if it is not.
 
@@ -108,7 +118,7 @@ def due(trigger: Trigger, facts: Facts, last: LastSave) -> str | None:
         return "epoch_end"
     if _passed(trigger.every_n_train_steps, last.step_seen, facts.step):
         return "periodic"
-    if facts.time_due and trigger.train_time_interval is not None:
+    if facts.time_due and (trigger.auto or trigger.train_time_interval is not None):
         return "time"
     return None
 

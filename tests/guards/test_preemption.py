@@ -524,6 +524,31 @@ def test_j5_the_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert r.good(tmp_path) == []
 
 
+def test_j5_the_second_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ft._preemption._AT_ONCE_SECS", 0.1)
+    stands, go_on = threading.Event(), threading.Event()
+    plugin, writers = ft.FaultTolerantCheckpointIO(), []
+
+    def slow(event: ft.events.Event) -> None:
+        if isinstance(event, ft.events.DataWritten):
+            stands.set()
+            assert go_on.wait(r.WAIT_SECS)
+
+    def twice() -> None:
+        assert stands.wait(r.WAIT_SECS)
+        writers.append(plugin.writer)
+        me(signal.SIGINT)
+        me(signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    ours = callback(tmp_path, every_n_train_steps=1)
+    with r.observing(slow), pytest.raises(SystemExit, match="1"):
+        r.fit(r.trainer(At("on_train_batch_start", twice, n=2), ours, max_epochs=1, plugins=[plugin]))
+    signal.signal(signal.SIGINT, handler)
+    go_on.set()  # a process would be gone by now
+    writers[0].close()
+
+
 def test_j5_at_a_prompt_the_first_ctrl_c_saves_and_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     trainer = r.trainer(At("on_train_batch_start", lambda: me(signal.SIGINT), n=3), callback(tmp_path), max_epochs=2)

@@ -48,6 +48,7 @@ def test_failures_are_counted_with_one_that_is_assumed(running_secs: float, fail
         (0.003, 10.0, 3600.0, 60.0, "least"),  # 4.6 s would be best, if writing were free
         (0.003, 90.0, 3600.0, 90.0, "write"),
         (60.0, 70.0, 864000.0, 3600.0, "most"),
+        (60.0, 7200.0, 864000.0, 7200.0, "write"),
         (0.003, 7200.0, 3600.0, 7200.0, "write"),  # more often than it can be written is impossible
     ],
 )

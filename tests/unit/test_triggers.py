@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from lightning_ft.errors import ConfigurationError
-from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, due, resolve, time_due
+from lightning_ft.triggers import Facts, LastSave, Pending, Trigger, advance, due, resolve
 
 MINUTE = timedelta(minutes=1)
 STEPS = Trigger(every_n_train_steps=10)
 EPOCHS = Trigger(every_n_epochs=2)
 TIME = Trigger(train_time_interval=MINUTE)
+AUTO = Trigger(auto=True)
 ALL = Trigger(every_n_train_steps=10, every_n_epochs=2, train_time_interval=MINUTE)
 
 
@@ -44,8 +45,8 @@ def test_refused_with_field_value_and_reason(field: str, value: Any, why: str) -
 
 @pytest.mark.parametrize(
     ("trigger", "expected"),
-    [(Trigger(), Trigger(every_n_epochs=1)), (STEPS, STEPS), (EPOCHS, EPOCHS), (TIME, TIME), (ALL, ALL)],
-    ids=["none", "steps", "epochs", "time", "all"],
+    [(Trigger(), Trigger(every_n_epochs=1)), (STEPS, STEPS), (EPOCHS, EPOCHS), (TIME, TIME), (AUTO, AUTO), (ALL, ALL)],
+    ids=["none", "steps", "epochs", "time", "auto", "all"],
 )
 def test_resolve(trigger: Trigger, expected: Trigger) -> None:
     assert resolve(trigger) == expected
@@ -69,6 +70,8 @@ def test_resolve(trigger: Trigger, expected: Trigger) -> None:
         (EPOCHS, at(7, 5, epoch_finished=True), LastSave(0, 1), "epoch_end"),
         (TIME, at(7), LastSave(6), None),
         (TIME, at(7, time_due=True), LastSave(6), "time"),
+        (AUTO, at(7), LastSave(6), None),
+        (AUTO, at(7, time_due=True), LastSave(6), "time"),
         (STEPS, at(7, time_due=True), LastSave(6), None),
         (ALL, at(10, 2, epoch_finished=True, time_due=True), LastSave(9, 1), "epoch_end"),
         (ALL, at(10, 2, time_due=True), LastSave(9, 1), "periodic"),
@@ -79,11 +82,21 @@ def test_due(trigger: Trigger, facts: Facts, last: LastSave, reason: str | None)
 
 
 @pytest.mark.parametrize(
-    ("trigger", "secs", "expected"),
-    [(TIME, 59.9, False), (TIME, 60.0, True), (TIME, 1e9, True), (STEPS, 1e9, False)],
+    ("arguments", "expected"),
+    [
+        ((None, None, None), Trigger(every_n_epochs=1)),
+        ((10, None, None), STEPS),
+        (("auto", None, None), AUTO),
+        (("auto", 2, MINUTE), Trigger(None, 2, MINUTE, auto=True)),
+    ],
 )
-def test_time_due(trigger: Trigger, secs: float, expected: bool) -> None:
-    assert time_due(trigger, secs) is expected
+def test_of_the_arguments_of_the_callback(arguments: Any, expected: Trigger) -> None:
+    assert Trigger.of(*arguments) == expected
+
+
+def test_no_other_word_than_auto() -> None:
+    with pytest.raises(ConfigurationError, match="every_n_train_steps='often'"):
+        Trigger.of("often", None, None)  # type: ignore[arg-type]
 
 
 def run(trigger: Trigger, boundaries: list[Facts], state: Pending | None = None) -> list[str | None]:

@@ -1,0 +1,66 @@
+"""What ends a fit before its time, and how its process then ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+
+from lightning_ft import _leaving
+from lightning_ft._starts import is_no_fault
+from lightning_ft._watch import Request
+
+
+class Ending:
+    """Whether a fit is asked to end. The same on all ranks.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.request: Request | None = None
+        """The first request for the end of the fit that was heeded."""
+        self.error: BaseException | None = None
+        """What ended it, if an exception did."""
+        self.finished = False
+        """Whether it has ended without one."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the state at the end is to be saved, as far as the request is concerned."""
+        return self.request is None or self.request.save is not None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the process ends with a code of its own."""
+        return self.request is not None and self.request.exit_code is not None
+
+    def heed(self, request: Request) -> None:
+        """The fit is to end, as `request` asks, unless it is already."""
+        if self.request is None:
+            self.request = request
+            if request.exit_code is not None:
+                _leaving.expect_exits(self._trainer)
+
+    def forget(self) -> None:
+        """The fit goes on from an older checkpoint, where nothing had asked for its end."""
+        self.request = None
+
+    def leave(self, *, saved: bool, last: Callable[[int], None]) -> None:
+        """Once Lightning has torn down the fit, the process ends with the code that was asked for, if one was.
+
+        Args:
+            saved: Whether the state at the end is on disk.
+            last: Called with the code as the very last thing.
+        """
+        if self.request is not None:
+            _leaving.leave_after_fit(self._trainer, self.request.code_when(saved=saved), last)
+
+    @property
+    def is_no_fault(self) -> bool:
+        """Whether the way it has ended says nothing against the checkpoint that it was started from."""
+        if self.finished:
+            return is_no_fault(SystemExit(self.request.exit_code if self.request is not None else 0))
+        return self.error is not None and is_no_fault(self.error)

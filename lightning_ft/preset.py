@@ -1,0 +1,73 @@
+"""`fault_tolerance`: everything of this package that fits every run, in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+
+from lightning_ft.callback import FaultTolerantCheckpoint
+from lightning_ft.errors import ConfigurationError
+from lightning_ft.guards import AnyGuard, DivergenceGuard, HangGuard, PreemptionGuard
+from lightning_ft.plugin import FaultTolerantCheckpointIO
+
+
+class TrainerArguments(TypedDict):
+    """Arguments of a `Trainer`."""
+
+    callbacks: list[pl.Callback]
+    plugins: list[Any]
+
+
+def fault_tolerance(
+    dirpath: str | os.PathLike[str] | None = None,
+    *,
+    every_n_train_steps: int | Literal["auto"] | None = "auto",
+    keep_last: int = 3,
+    guards: Sequence[AnyGuard] = (),
+    storage_options: dict[str, Any] | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    plugins: Sequence[Any] = (),
+) -> TrainerArguments:
+    """A trainer with these arguments saves, restarts and stops as it should, wherever it runs.
+
+    ::
+
+        trainer = L.Trainer(**ft.fault_tolerance("runs/1", callbacks=[EarlyStopping("val")]), max_epochs=10)
+        trainer.fit(model, data, ckpt_path="last")
+
+    It saves as often as pays, reads back the size of every file, saves and stops on a signal (`PreemptionGuard`), stops
+    before a loss that is not finite is learned from (`DivergenceGuard`), and ends a run that hangs (`HangGuard`).
+    Signals are noted from now on: the earlier in a script this is called, the better.
+
+    Whoever wants another combination makes a `FaultTolerantCheckpoint` and a `FaultTolerantCheckpointIO`.
+
+    Args:
+        dirpath: See `FaultTolerantCheckpoint`.
+        every_n_train_steps: See there.
+        keep_last: See there.
+        guards: In place of the one of the same kind; those of your own are added.
+        storage_options: See `FaultTolerantCheckpointIO`.
+        callbacks: Other callbacks of the trainer.
+        plugins: Other plugins of the trainer. With one for checkpoints among them, ours is left out.
+
+    Raises:
+        ConfigurationError: An argument has a value it cannot have.
+    """
+    if any(isinstance(callback, FaultTolerantCheckpoint) for callback in callbacks):
+        raise ConfigurationError("callbacks: has a FaultTolerantCheckpoint, which fault_tolerance() makes itself")
+    writes = [plugin for plugin in plugins if isinstance(plugin, CheckpointIO)]
+    if writes and storage_options is not None:
+        raise ConfigurationError(
+            f"storage_options={storage_options!r}: give them to the {type(writes[0]).__name__} among the plugins"
+        )
+    kinds = (PreemptionGuard, DivergenceGuard, HangGuard)
+    missing = [kind() for kind in kinds if not any(isinstance(guard, kind) for guard in guards)]
+    checkpoint = FaultTolerantCheckpoint(
+        dirpath, every_n_train_steps=every_n_train_steps, keep_last=keep_last, guards=(*missing, *guards)
+    )
+    ours = FaultTolerantCheckpointIO(verify_after_write="size", storage_options=storage_options)
+    return {"callbacks": [*callbacks, checkpoint], "plugins": [*plugins] if writes else [*plugins, ours]}

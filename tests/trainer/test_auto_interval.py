@@ -1,0 +1,78 @@
+"""``every_n_train_steps="auto"`` in real runs: measured, said, remembered, and without an effect on the training."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+import lightning_ft as ft
+from lightning_ft import _interval
+from lightning_ft.testing import assert_resume_exact
+from tests.trainer import scenarios as s
+
+
+def trainer(dirpath: Any, epochs: int = 1, **kwargs: Any) -> L.Trainer:
+    arguments: dict[str, Any] = {"plugins": [ft.FaultTolerantCheckpointIO(async_save=False)], **kwargs}
+    return L.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_model_summary=False, enable_progress_bar=False,
+        callbacks=[ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps="auto", keep_last=-1)], **arguments,
+    )  # fmt: skip
+
+
+def fit(dirpath: Path, **kwargs: Any) -> list[tuple[int, str]]:
+    """The steps and reasons of what is in the directory after the fit."""
+    L.seed_everything(1)
+    trainer(dirpath, **kwargs).fit(s.Net(), *s.shuffled(), ckpt_path="last")
+    manifests = [info.manifest for info in ft.list_checkpoints(dirpath)]
+    return sorted((manifest.step, manifest.reason) for manifest in manifests if manifest is not None)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if r.message.startswith("a checkpoint is saved every")]
+
+
+def test_a_short_run_is_saved_at_its_end_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert fit(tmp_path) == [(8, "train_end")]
+    assert "the first one 60.0 s from now, or as earlier starts say" in caplog.text
+    assert not any("the run has" in r.message for r in caplog.records)  # that nothing will be due
+
+
+def test_saves_follow_the_clock_and_the_decision_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_interval, "LEAST_SECS", 1e-6)
+    monkeypatch.setattr(_interval, "MOST_SECS", 1e-6)  # what a save takes decides: shorter than an epoch here
+    with caplog.at_level(logging.INFO):
+        saved = fit(tmp_path, epochs=2)
+    assert saved[0] == (1, "time")
+    assert len(said(caplog)) >= 1
+    assert "saves follow each other no faster than they are written" in said(caplog)[0]
+
+
+def test_the_next_start_knows_what_saves_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path)
+    assert said(caplog) == []
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, epochs=2)
+    assert len(said(caplog)) == 1
+
+
+def test_another_plugin_measures_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ft.ConfigurationError, match='every_n_train_steps="auto": only FaultTolerantCheckpointIO'):
+        fit(tmp_path, plugins=[AsyncCheckpointIO()])
+
+
+def often(dirpath: str) -> L.Trainer:
+    _interval.LEAST_SECS = _interval.MOST_SECS = 1e-6  # in this fresh process
+    return s.trainer(dirpath, ft_args={"every_n_train_steps": "auto"})
+
+
+def test_a_restart_is_exact_wherever_the_clock_has_saved(tmp_path: Path) -> None:
+    assert_resume_exact(often, s.Net, s.shuffled, kill_at=[6, 11], root=tmp_path)
