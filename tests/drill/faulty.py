@@ -90,6 +90,8 @@ class Net(L.LightningModule):
         if FAULT == "optimizer state dropped":
             for entry in checkpoint["optimizer_states"][0]["state"].values():
                 entry["momentum_buffer"].zero_()
+        if FAULT == "weights not restored":
+            checkpoint["state_dict"]["layer.0.bias"].zero_()
         if FAULT == "scheduler state dropped":
             checkpoint["lr_schedulers"][0]["last_epoch"] = 0
 
@@ -100,6 +102,8 @@ class Net(L.LightningModule):
             return
         if FAULT == "draws after the restart":
             torch.rand(1)
+        if FAULT == "seeded again after the restart":
+            L.seed_everything(3, verbose=False)
         if FAULT == "validation skipped":
             self.trainer.limit_val_batches = 0
         if FAULT == "crash after the restart":
