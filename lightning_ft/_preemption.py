@@ -112,8 +112,8 @@ class Preemption(Watch):
         return bool(votes.get("preempt"))
 
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
-        if self._request is not None:
-            return None
+        if self._request is not None and self._fit.stop() is not None:
+            return None  # else the fit has gone back to an older checkpoint, and forgotten it
         if votes.get("preempt"):
             number, rank = _decoded(votes["preempt"])
             self._by_signal = number != signal.SIGINT

@@ -66,7 +66,7 @@ JSON:
   not_covered: [text]
 
 \b
-Exit code, for CI: 0 for PASS; 1 for any other verdict; 3 if the command cannot
+Exit code: 0 for PASS; 1 for any other verdict; 3 if the command cannot
 be started; 130 if interrupted (Ctrl-C, SIGTERM). All: lightning-ft --help
 """
 
