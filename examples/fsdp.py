@@ -3,7 +3,8 @@
     python examples/fsdp.py
 
 `ft.FSDPStrategy` takes the arguments of Lightning's. Nothing is gathered: each rank copies, writes and reads its own
-part. `lightning-ft consolidate runs/fsdp/<name> model.ckpt` makes an ordinary file of one. To start over: rm -r runs/fsdp
+part. `lightning-ft consolidate runs/fsdp/<name> model.ckpt` makes an ordinary file of one.
+To start over: rm -r runs/fsdp
 """
 
 import lightning as L

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -194,6 +195,17 @@ def everywhere(error: _E) -> _E:
     """`error`, marked as one that every rank raises at the same point: nobody has to be told, or to be torn away."""
     error._raised_everywhere = True  # type: ignore[attr-defined]
     return error
+
+
+@contextmanager
+def raised_everywhere() -> Iterator[None]:
+    """An error of this package that is raised here is raised by all ranks."""
+    try:
+        yield
+    except FaultToleranceError as error:
+        if not isinstance(error, RankFailure):
+            everywhere(error)
+        raise
 
 
 def is_everywhere(error: BaseException) -> bool:

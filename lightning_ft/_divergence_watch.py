@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_ft import _emergency, _last_finite, _left_out, _loops, _rollback
 from lightning_ft._copies import is_streamed
+from lightning_ft._dist import everywhere
 from lightning_ft._divergence import Badness, Course, Judge, Move, is_worth_a_line, ranges, step_of_batch
 from lightning_ft._late_losses import LateLosses, Seen
 from lightning_ft._watch import Fit, Request, Watch
@@ -68,14 +69,14 @@ class DivergenceWatch(Watch):
         self._trained_up_to = 0
         self._step_at_hand = self._last_step = range(0)
         self._sound_buffers: frozenset[str] | None = None
-        self._undo = [_rollback.install(fit, self._went_back)]
-        fit.tiers.keep_predecessors()
         if guard.action == "rollback" and fit.plugin is None:
             other = type(fit.trainer.strategy.checkpoint_io).__name__
             raise ConfigurationError(
                 'DivergenceGuard(action="rollback"): it goes back to verified checkpoints, which '
                 f"FaultTolerantCheckpointIO writes, and this trainer has {other}"
             )
+        self._undo = [_rollback.install(fit, self._went_back)]
+        fit.tiers.keep_predecessors()
 
     def open(self) -> None:
         if (
@@ -274,10 +275,12 @@ class DivergenceWatch(Watch):
         )
         if fit.ranks.is_zero:
             _log.error("%s", message)
-        return DivergenceError(
+        error = DivergenceError(
             message, step=step, batch=first, losses=losses, indices=indices,
             emergency=emergency, restart_from=found.path,
         )  # fmt: skip
+        everywhere(error)
+        return error
 
     def _went_back(self) -> None:
         for late in self._late.values():

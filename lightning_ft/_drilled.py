@@ -1,8 +1,8 @@
-"""What happens inside a script that is drilled: its trainer writes elsewhere, is recorded, and may be killed.
+"""What happens inside a script that is drilled: its trainers write elsewhere, one is recorded, and may be killed.
 
 `lightning-ft drill` starts the user's own command with a value in the environment (`VARIABLE`), which every process of
-it inherits, whoever starts them. The first `FaultTolerantCheckpoint` that such a process makes finds it, and trainers
-made after that are prepared: see `_prepare`. Nothing else of the script is touched.
+it inherits, whoever starts them. The first `FaultTolerantCheckpoint` that such a process makes finds it, and from then
+on every trainer is prepared when it is made, and again before it is used. Nothing else of the script is touched.
 """
 
 from __future__ import annotations
@@ -10,146 +10,169 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from typing_extensions import override
 
-from lightning_ft import _loops, _names, events
-from lightning_ft._digest import digest
-from lightning_ft._recorder import KillPoint, KillSwitch, Recorder
+from lightning_ft import _loops, events
+from lightning_ft._assignment import VARIABLE, Assignment, events_file, killed_file
+from lightning_ft._recorder import KillSwitch, Recorder, kill
+from lightning_ft._redirect import file_elsewhere, redirect
 
-VARIABLE = "LIGHTNING_FT_DRILL"
-"""Name in the environment; its value is an `Assignment` as JSON."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What a drilled process is to do."""
-
-    directory: str
-    """Of this run: traces in it, checkpoints and whatever else the trainer writes below it."""
-    start: int
-    """Which start of the run this is; 0 is the first."""
-    steps: int | None
-    kill_at: KillPoint | None
-    summaries: bool
-
-    def environment(self) -> dict[str, str]:
-        """What to add to the environment of the command."""
-        return {VARIABLE: json.dumps(asdict(self))}
-
-
-def killed_file(assignment: Assignment) -> Path:
-    """Is there as soon as the kill point of this start has been reached."""
-    return Path(assignment.directory) / f"{assignment.start}.killed"
-
-
-def events_file(assignment: Assignment) -> Path:
-    """JSON lines: the events of the save protocol, each with the batch trained last, and facts about the fit."""
-    return Path(assignment.directory) / f"{assignment.start}.events"
+# A save takes a fraction of this for any model that is drilled; after it the next batch is trained, and waits again.
+_DURABLE_WITHIN_SECS = 20.0
 
 
 def begin() -> None:
-    """Trainers made from now on are prepared, if this process is drilled. Called once per callback of ours."""
+    """Trainers are prepared from now on, if this process is drilled. Called once per callback of ours."""
     value = os.environ.get(VARIABLE)
-    if value is None or getattr(pl.Trainer.__init__, "_drilled", False):
+    if value is None or hasattr(pl.Trainer, "_drill"):
         return
-    assignment = Assignment(**json.loads(value))
-    original: Callable[..., None] = pl.Trainer.__init__
+    drill = _Drill(Assignment(**json.loads(value)))
+    pl.Trainer._drill = drill  # type: ignore[attr-defined]
+    original = pl.Trainer.__init__
 
     @functools.wraps(original)
     def init(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
-        _prepare(trainer, assignment)
+        drill.prepare(trainer)  # the script may ask where the logs are
 
-    init._drilled = True  # type: ignore[attr-defined]
     pl.Trainer.__init__ = init  # type: ignore[method-assign,assignment]
+    for name in ("fit", "validate", "test", "predict"):
+        # Callbacks may have come since, and a trainer may be older than the first callback.
+        setattr(pl.Trainer, name, _prepared(getattr(pl.Trainer, name), drill, fits=name == "fit"))
+    pl.Trainer.save_checkpoint = _elsewhere(  # type: ignore[method-assign]
+        pl.Trainer.save_checkpoint, Path(drill.assignment.directory)
+    )
 
 
-def _prepare(trainer: pl.Trainer, assignment: Assignment) -> None:
-    """`trainer` writes below the drill's directory only, ends when told, is recorded and killed as assigned."""
-    from lightning_ft.callback import FaultTolerantCheckpoint  # which calls `begin`
+def _elsewhere(save: Callable[..., Any], base: Path) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def call(trainer: pl.Trainer, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        return save(trainer, file_elsewhere(base, filepath), *args, **kwargs)
 
-    ours = [c for c in _loops.callbacks(trainer) if isinstance(c, FaultTolerantCheckpoint)]
-    base = Path(assignment.directory)
-    trainer._default_root_dir = str(base / "root")  # type: ignore[attr-defined]
-    for callback in _loops.callbacks(trainer):
-        if isinstance(callback, FaultTolerantCheckpoint):
-            callback._redirect(functools.partial(_elsewhere, base))
-        elif isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            callback.dirpath = _elsewhere(base, os.fspath(callback.dirpath))
-    notes = [note for logger in trainer.loggers if (note := _redirect_logger(logger, base))]
-    if not ours:
-        return
-    if getattr(pl.Trainer, "_drilled_fits", 0):
-        _write(events_file(assignment), {"note": "the script makes further trainers: only the first was compared"})
-        return
-    pl.Trainer._drilled_fits = 1  # type: ignore[attr-defined]
-    if assignment.steps is not None:
-        trainer.fit_loop.epoch_loop.max_steps = assignment.steps
-    _loops.callbacks(trainer)[:0] = [_Drilled(assignment, notes)]
+    return call
 
 
-def _elsewhere(base: Path, dirpath: str) -> str:
-    """The same other directory for the same one, in every start."""
-    name = _names.split(_names.normalise(dirpath))[1]
-    return str(base / "checkpoints" / f"{name}-{(digest(_names.normalise(dirpath)) or '')[:8]}")
+def _prepared(method: Callable[..., Any], drill: _Drill, *, fits: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        drill.prepare(trainer)
+        if fits:
+            drill.before_fit(trainer)
+        return method(trainer, *args, **kwargs)
+
+    return call
 
 
-def _redirect_logger(logger: Any, base: Path) -> str | None:
-    """`logger` writes below `base`, if it is known how to tell it; what to say if not."""
-    for name in ("_root_dir", "_save_dir"):
-        if getattr(logger, name, None) is not None:
-            setattr(logger, name, str(base / "root"))
-            return None
-    return f"{type(logger).__name__} logged to where it always does"
+class _Drill:
+    """One process of a drilled script."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self._recorded: pl.Trainer | None = None
+        self._said: set[str] = set()
+
+    def prepare(self, trainer: pl.Trainer) -> None:
+        """What `trainer` writes is below the drill's directory."""
+        for note in redirect(trainer, Path(self.assignment.directory)):
+            self.say(note)
+
+    def before_fit(self, trainer: pl.Trainer) -> None:
+        """`trainer` ends when told; if it is the first with a callback of ours, its fit is recorded, and killed."""
+        from lightning_ft.callback import FaultTolerantCheckpoint
+
+        steps, loop = self.assignment.steps, trainer.fit_loop.epoch_loop
+        if steps is not None:
+            loop.max_steps = steps if loop.max_steps == -1 else min(steps, loop.max_steps)
+        if not any(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)):
+            self.say("fits without a FaultTolerantCheckpoint")
+        elif self._recorded is None:
+            self._recorded = trainer
+            _loops.callbacks(trainer)[:0] = [_Drilled(self.assignment)]
+        elif self._recorded is not trainer:
+            self.say("fits of further trainers: that of the first was compared")
+
+    def say(self, note: str) -> None:
+        """`note` is in the events, once per process."""
+        if note not in self._said:
+            self._said.add(note)
+            _write(events_file(self.assignment), {"note": note})
 
 
 class _Drilled(Recorder):
-    """Records a fit and kills it. One file per rank, whose number is known once the processes are there."""
+    """Records one fit and kills it. One file per rank, whose number is known once the processes are there."""
 
-    def __init__(self, assignment: Assignment, notes: list[str]) -> None:
+    def __init__(self, assignment: Assignment) -> None:
         super().__init__("", summaries=assignment.summaries)
         self._assignment = assignment
-        self._notes = notes
+        self._state = "before"
         self._switch: KillSwitch | None = None
-        self._trainer: pl.Trainer | None = None
+        self._durable: threading.Event | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit" or self._path:
+        if stage != "fit" or _tunes(trainer):
             return
+        if self._state != "before":
+            _write(events_file(self._assignment), {"note": "further fits of the trainer: the first was compared"})
+            return
+        self._state = "fitting"
         assignment, rank = self._assignment, trainer.global_rank
         self._path = str(Path(assignment.directory) / f"{assignment.start}.rank{rank}.jsonl")
-        self._trainer = trainer
-        if assignment.kill_at is not None:
+        if assignment.kill_at is not None and not assignment.once_durable:
             self._switch = KillSwitch(assignment.kill_at, rank, before=killed_file(assignment).touch)
         if rank == 0:
-            for note in self._notes:
-                self._write({"note": note})
+            self._durable = threading.Event()
             facts = {"world_size": trainer.world_size, "accelerator": type(trainer.accelerator).__name__}
-            self._write({"fact": facts})
-            events.observe(self._on_event)
+            _write(events_file(assignment), {"fact": facts})
+            events.observe(functools.partial(self._on_event, trainer, self._durable))
 
-    def _write(self, line: dict[str, Any]) -> None:
-        _write(events_file(self._assignment), line)
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._state == "fitting":
+            self._state = "over"
 
-    def _on_event(self, event: events.Event) -> None:
-        assert self._trainer is not None
-        batch = _loops.progress(self._trainer).batch
+    def _on_event(self, trainer: pl.Trainer, durable: threading.Event, event: events.Event) -> None:
+        batch = _loops.progress(trainer).batch
         step = getattr(event, "step", None)
-        self._write({"event": type(event).__name__, "path": event.path, "step": step, "batch": batch})
+        line = {"event": type(event).__name__, "path": event.path, "step": step, "batch": batch}
+        _write(events_file(self._assignment), line)
+        if isinstance(event, events.Committed):
+            durable.set()
+
+    @override
+    def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
+        if self._state == "fitting":  # and not before a fit, where batches may be validated, nor after it
+            super()._append(kind, key, values)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         super().on_train_batch_end(trainer, *args, **kwargs)
+        assignment = self._assignment
+        if self._state != "fitting" or assignment.kill_at is None:
+            return
         if self._switch is not None:
             self._switch.on_train_batch_end(trainer, *args, **kwargs)
+        elif self._durable is not None and _loops.progress(trainer).batch >= int(assignment.kill_at):
+            self._kill_once_durable(self._durable)
+
+    def _kill_once_durable(self, durable: threading.Event) -> None:
+        # The save that this waits for needs nothing more of the training; other ranks wait for this one.
+        if durable.wait(_DURABLE_WITHIN_SECS):
+            killed_file(self._assignment).touch()
+            kill()
+
+
+def _tunes(trainer: pl.Trainer) -> bool:
+    """Whether batch sizes or learning rates are tried out, and nothing is trained."""
+    finders = (c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder)))
+    return any(finder._early_exit for finder in finders)
 
 
 def _write(path: Path, line: dict[str, Any]) -> None:

@@ -45,12 +45,21 @@ class Exceptions:
         plugin: Our plugin; None if the user gave another one.
         ranks: The ranks of the fit.
         fit: An id of the fit, the same on all ranks and never used before.
+        release: Called when this rank will not come to the others any more, so that none waits for it.
     """
 
-    def __init__(self, trainer: pl.Trainer, plugin: FaultTolerantCheckpointIO | None, ranks: Ranks, fit: str) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        plugin: FaultTolerantCheckpointIO | None,
+        ranks: Ranks,
+        fit: str,
+        release: Callable[[], None],
+    ) -> None:
         self._trainer = trainer
         self._plugin = plugin
         self._ranks = ranks
+        self._release = release
         self._dealt_with: BaseException | None = None
         self._fit_is_over = threading.Event()
         self.peers = Peers(ranks, fit, self._finish_writing)
@@ -93,20 +102,26 @@ class Exceptions:
         if self._dealt_with is error:
             self._say(error)
         if self._ranks.world_size > 1:
-            if self._dealt_with is error and not is_everywhere(error):
-                self.peers.tell(error)
             if not is_everywhere(error):
-                _peers.let_go()
+                self._leave_the_others(error)
             _loops.replaced(self._trainer.strategy, "barrier", _nobody_waits)
         if self._plugin is not None:
             self._plugin.writers.hurry()
         return self._dealt_with
 
+    def _leave_the_others(self, error: BaseException) -> None:
+        if self._dealt_with is error:
+            self.peers.tell(_peers.describe(error))
+        elif isinstance(error, RankFailure) and self.peers.lost is None:
+            self.peers.tell(error.message, error.rank)
+        _peers.let_go()
+        self._release()
+
     def _peer_to_blame(self, error: BaseException) -> PeerLostError | None:
         if isinstance(error, PeerLostError):
             return error
         if isinstance(error, RankFailure):
-            failure: RankFailure | None = error
+            failure: RankFailure | None = self.peers.lost or error
         else:
             failure = self.peers.blame(error) if _is_lost_connection(error) else None
         if failure is None:

@@ -48,26 +48,30 @@ def _torchrun_secs(environment: Mapping[str, str]) -> float:
 
 
 class Durations:
-    """How long a save takes: from the request until it is durable, as the last few have shown."""
+    """How long a save takes: from the request until it is durable wherever it goes, as the last few have shown."""
 
     def __init__(self) -> None:
-        self._of_saves: deque[float] = deque(maxlen=_REMEMBERED)
+        self._of_saves: dict[str, deque[float]] = {}
         self._of_an_earlier_start: float | None = None
 
     def resumed_from(self, metrics: Mapping[str, float | int]) -> None:
         """`metrics` are those in the manifest of the checkpoint that the run has started from."""
         self._of_an_earlier_start = _secs(metrics)
 
-    def note(self, metrics: Mapping[str, float | int]) -> None:
-        """A save with these figures is durable."""
+    def note(self, dirpath: str, metrics: Mapping[str, float | int]) -> None:
+        """A save with these figures is durable in `dirpath`: where there are two directories, first in one of them."""
         secs = _secs(metrics)
         if secs is not None:
-            self._of_saves.append(secs)
+            self._of_saves.setdefault(dirpath, deque(maxlen=_REMEMBERED)).append(secs)
 
-    @property
-    def expected_secs(self) -> float | None:
-        """What the next one takes: the longest of the last few; None if nothing is known."""
-        return max(self._of_saves) if self._of_saves else self._of_an_earlier_start
+    def expected_secs(self, *, busy: bool) -> float | None:
+        """What the next one takes: the longest of the last few; None if nothing is known.
+
+        Args:
+            busy: Another one is being written, which has to be over first; how far it is, nobody knows.
+        """
+        one = sum(map(max, self._of_saves.values())) if self._of_saves else self._of_an_earlier_start
+        return 2 * one if busy and one is not None else one
 
 
 def _secs(metrics: Mapping[str, float | int]) -> float | None:

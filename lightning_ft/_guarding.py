@@ -14,6 +14,7 @@ from lightning_ft._hang import HangWatch
 from lightning_ft._measuring import Measuring
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
+from lightning_ft.errors import ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.state import Progress
 
@@ -27,7 +28,12 @@ def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
         guards: What the user asked for.
         fit: The fit.
         start: Its ordinal among those into this directory.
+
+    Raises:
+        ConfigurationError: They do not go together, or one of them not with the fit.
     """
+    if sum(isinstance(guard, DivergenceGuard) for guard in guards) > 1:
+        raise ConfigurationError("guards: more than one DivergenceGuard, and a run takes one course; give one")
     # Hangs are watched for as long as anything else is at work, so that one is closed last.
     found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
     found += [Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard)]

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +27,10 @@ from lightning_ft.guards.hang import HangGuard
 from lightning_ft.state import Progress
 
 _log = logging.getLogger(__name__)
+
+_PHASE, _PROGRESS, _STEPS, _POSITION = Cell.PHASE, Cell.PROGRESS, Cell.STEPS, Cell.POSITION
+_STARTUP, _STEP, _BETWEEN = int(Phase.STARTUP), int(Phase.STEP), int(Phase.BETWEEN)
+_NO_VOTES: dict[str, int] = {}
 
 
 class Armed:
@@ -113,6 +119,7 @@ class HangWatch(Watch):
         self._fit = fit
         self._armed = arm(guard)
         self._cells = self._armed.cells
+        self._batch = 0
         self._meet()
         # Lightning's own `ModelCheckpoint` saves, too.
         self._undo: list[Callable[[], None]] = [
@@ -126,10 +133,23 @@ class HangWatch(Watch):
         ranks = self._fit.ranks
         # Under this name every rank has found rank 0 before.
         host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-        listener = peers.listen(host) if ranks.is_zero and ranks.world_size > 1 else None
-        port = listener.getsockname()[1] if listener is not None else 0
-        place = ranks.decide(lambda: {"host": host, "port": port, "token": secrets.token_hex(16)})
-        self._armed.watching.take_place({**place, "rank": ranks.rank, "world_size": ranks.world_size}, listener)
+        listeners: list[socket.socket] = []
+
+        def listen() -> dict[str, Any]:
+            if ranks.world_size > 1:
+                listeners.append(peers.listen(host))
+            port = listeners[0].getsockname()[1] if listeners else 0
+            return {"host": host, "port": port, "token": secrets.token_hex(16)}
+
+        place = ranks.decide(listen)
+        self._armed.watching.take_place(
+            {**place, "rank": ranks.rank, "world_size": ranks.world_size}, listeners[0] if listeners else None
+        )
+
+    def open(self) -> None:
+        progress = _loops.progress(self._fit.trainer)
+        self._batch = progress.batch
+        self._cells[Cell.STEPS] = progress.step
 
     def close(self) -> None:
         for undo in self._undo:
@@ -154,27 +174,33 @@ class HangWatch(Watch):
     def _started(self) -> bool:
         return self._cells[Cell.PHASE] != Phase.STARTUP
 
+    # Every batch goes through the following: nothing but stores.
+
     def ballot(self) -> dict[str, int]:
-        self._cells[Cell.POSITION] = 2 * _loops.progress(self._fit.trainer).batch
-        if self._started:
-            self._cells[Cell.PHASE] = Phase.STEP
-        return {}
+        cells = self._cells
+        cells[_POSITION] = 2 * self._batch
+        if cells[_PHASE] != _STARTUP:
+            cells[_PHASE] = _STEP
+        return _NO_VOTES
 
     def loss_known(self, loss: Tensor) -> None:
-        self._cells[Cell.POSITION] |= 1
+        self._cells[_POSITION] |= 1
+
+    def batch_over(self) -> None:
+        self._cells[_PROGRESS] += 1
 
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
-        self._cells[Cell.STEPS] = progress.step
-        self._enter(Phase.BETWEEN if progress.last_batch else Phase.STEP)
+        cells = self._cells
+        self._batch = progress.batch
+        cells[_STEPS] = progress.step
+        cells[_PHASE] = _BETWEEN if progress.last_batch else _STEP
+        cells[_PROGRESS] += 1
         return None
 
     def phase(self, name: str) -> None:
         if self._started:
             # What follows a validation is no step yet: callbacks act on its results.
             self._enter(Phase.VALIDATION if name == "validate" else Phase.BETWEEN)
-
-    def batch_over(self) -> None:
-        self._cells[Cell.PROGRESS] += 1
 
     def failed(self, error: BaseException) -> None:
         self._enter(Phase.BETWEEN)

@@ -34,10 +34,11 @@ def be_patient(trainer: pl.Trainer, fit_is_over: threading.Event, finish: Callab
     launcher = trainer.strategy.launcher
     if not isinstance(launcher, _SubprocessScriptLauncher):
         return lambda: None
+    pids = [process.pid for process in launcher.procs]
     undo = [
         _loops.replaced(observer, "_terminate_all", _patient(observer, fit_is_over, finish))
         for observer in threading.enumerate()
-        if isinstance(observer, _ChildProcessObserver) and observer._child_processes is launcher.procs
+        if isinstance(observer, _ChildProcessObserver) and [p.pid for p in observer._child_processes] == pids
     ]
 
     def remove() -> None:

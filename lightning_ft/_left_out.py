@@ -19,7 +19,7 @@ from lightning_ft import _loops
 from lightning_ft._dist import Ranks
 from lightning_ft._divergence import parse_batches, ranges
 from lightning_ft._loaders import TrackedLoaders
-from lightning_ft.errors import ConfigurationError, DivergenceError
+from lightning_ft.errors import ConfigurationError, FaultToleranceError
 
 _log = logging.getLogger(__name__)
 
@@ -129,11 +129,9 @@ class LeftOut:
     def say_how(self, error: BaseException) -> None:
         """After an error within a batch, the log says which it was, and how a restart can do without it. Local."""
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        if (
-            not isinstance(error, Exception)
-            or isinstance(error, DivergenceError)
-            or batches.total.ready == batches.total.processed
-        ):
+        # What this package raises has said so itself, or is about another rank or a save.
+        said = isinstance(error, FaultToleranceError) or not isinstance(error, Exception)
+        if said or batches.total.ready == batches.total.processed:
             return
         number = batches.total.ready
         _log.error(

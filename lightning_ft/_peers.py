@@ -86,13 +86,18 @@ class Peers:
         """The failure of another rank, if one was heard of. Thread: any. Blocks on: nothing."""
         return self._lost
 
-    def tell(self, error: BaseException) -> None:
-        """This rank has failed with `error`, and all others are about to hear of it. Blocks on: nothing."""
+    def tell(self, reason: str, failed: int | None = None) -> None:
+        """All others are about to hear why the fit has ended. Blocks on: nothing.
+
+        Args:
+            reason: The error.
+            failed: The rank that has failed; None: this one.
+        """
         self._out.set()
         if self._store is None:
             return
         try:
-            self._store.set(self._key("cause"), json.dumps([self._rank, describe(error)]))
+            self._store.set(self._key("cause"), json.dumps([self._rank if failed is None else failed, reason]))
             self._wake(rank for rank in range(self._world_size) if rank != self._rank)
         except RuntimeError as unreachable:
             _log.warning("rank %d cannot tell the others of its failure: %s", self._rank, _first_line(unreachable))
@@ -163,7 +168,9 @@ class Peers:
     def _find_out(self, line: Store, caller: int) -> RankFailure | None:
         if line.check([self._key("cause")]):
             rank, reason = json.loads(line.get(self._key("cause")))
-            return None if rank == self._rank else RankFailure(rank, reason)
+            if rank == self._rank:
+                return RankFailure(caller, f"it has given this rank up: {reason}")
+            return RankFailure(rank, reason)
         everybody = [self._key(f"here/{rank}") for rank in range(self._world_size)]
         try:
             line.wait(everybody, timedelta(seconds=ANSWERS_SECS))

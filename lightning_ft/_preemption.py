@@ -12,7 +12,7 @@ from functools import partial
 
 import lightning.pytorch as pl
 
-from lightning_ft import _grace, _loader_workers, _loops, _own_signals, _signals, _slurm, events
+from lightning_ft import _grace, _loader_workers, _loops, _names, _own_signals, _signals, _slurm, events
 from lightning_ft._save_now import SaveNow
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft.errors import CheckpointError
@@ -23,6 +23,7 @@ from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
+_AT_ONCE_SECS = 3.0  # for a write in flight, after a second Ctrl-C: whoever types that does not want to wait
 _RANK_BITS = 24
 _LAST_RANK = (1 << _RANK_BITS) - 1
 
@@ -70,7 +71,7 @@ class Preemption(Watch):
     def _note(self, event: events.Event) -> None:
         """Thread: the one that emits."""
         if isinstance(event, events.Committed):
-            self._durations.note(event.metrics)
+            self._durations.note(_names.split(event.path)[0], event.metrics)
             self._save_now.saved(event.step)
         elif isinstance(event, events.SaveFailed):
             self._save_now.failed()
@@ -111,8 +112,8 @@ class Preemption(Watch):
         return bool(votes.get("preempt"))
 
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
-        if self._request is not None:
-            return None
+        if self._request is not None and self._fit.stop() is not None:
+            return None  # else the fit has gone back to an older checkpoint, and forgotten it
         if votes.get("preempt"):
             number, rank = _decoded(votes["preempt"])
             self._by_signal = number != signal.SIGINT
@@ -146,9 +147,7 @@ class Preemption(Watch):
             return save
         elapsed_secs = age_secs + time.monotonic() - self._voted_at
         # One clock and one memory of earlier saves decide for all.
-        budget = self._fit.ranks.decide(
-            lambda: _grace.Budget(self._grace_secs, elapsed_secs, self._durations.expected_secs)
-        )
+        budget = self._fit.ranks.decide(lambda: self._budget(elapsed_secs))
         if budget.allows_save:
             self._say(f"{what} {elapsed_secs:.1f} s ago: saving and stopping after step {step} ({budget})")
             return save
@@ -157,6 +156,11 @@ class Preemption(Watch):
             f"in time ({budget}, says {self._grace_from}); the last checkpoint is kept"
         )
         return Request(what, save=None, exit_code=PREEMPTED_UNSAVED)
+
+    def _budget(self, elapsed_secs: float) -> _grace.Budget:
+        """Ranks: zero."""
+        busy = self._fit.plugin is not None and self._fit.plugin.writer.busy
+        return _grace.Budget(self._grace_secs, elapsed_secs, self._durations.expected_secs(busy=busy))
 
     def _say(self, text: str) -> None:
         if self._noting.deferred_exits:
@@ -170,6 +174,8 @@ class Preemption(Watch):
     def failed(self, error: BaseException) -> None:
         self._leaves = False
         self._failed = True  # the process ends anyway, and is to say why
+        if isinstance(error, KeyboardInterrupt) and self._fit.plugin is not None:
+            self._fit.plugin.writers.hurry(_AT_ONCE_SECS)
 
     def close(self) -> None:
         undo, self._undo = self._undo, []

@@ -7,20 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from lightning_ft import _loops, _rng, events
 from lightning_ft._digest import digest
-
-KillPoint = int | str
-"""A batch number (killed at its end), or an event of the save protocol, such as ``"Renamed"`` or ``"Renamed:2"``.
-
-``"DataSynced:2@1"`` and ``"5@1"`` kill rank 1 alone, and nobody else; without a rank each kills itself there.
-"""
+from lightning_ft._kill_point import KillPoint, parse
 
 
 class Recorder(pl.Callback):
@@ -33,13 +28,14 @@ class Recorder(pl.Callback):
 
     Args:
         path: The file; one per rank.
-        summaries: Instead of a digest, write a few numbers about each tensor of weights and optimizer state, so that
-            two runs can be compared that are close and not equal.
+        summaries: Instead of digests of results and states write numbers, a few for each tensor of them, so that two
+            runs can be compared that are close and not equal. Batches and random state are digests all the same.
     """
 
     def __init__(self, path: str, *, summaries: bool = False) -> None:
         self._path = path
         self._of_state = _summary if summaries else digest
+        self._exact = _summary if summaries else _exact
 
     def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
         line = json.dumps({"kind": kind, "key": key, "values": values}) + "\n"
@@ -53,20 +49,21 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """One line: what was trained on, and everything the next step depends on."""
+        schedulers = [_plain_state(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
         callbacks = {c.state_key: c.state_dict() for c in _loops.callbacks(trainer) if c.state_dict()}
         values = {
             "epoch": trainer.current_epoch,
             "batch index": batch_idx,
             "global step": trainer.global_step,
             "batch": digest(batch),
-            "output": _exact(outputs),
+            "output": self._exact(outputs),
             "learning rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
             "weights": self._of_state(_weights(trainer, pl_module)),
             "requires_grad": digest({n: p.requires_grad for n, p in pl_module.named_parameters()}),
             "optimizer state": self._of_state([_sorted(o.state_dict()) for o in trainer.optimizers]),
-            "scheduler state": digest([_plain_state(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]),
+            "scheduler state": self._of_state(schedulers),
             "random state": digest(_rng.capture()),
-            "callbacks": {name: digest(_without_paths(state)) for name, state in callbacks.items()},
+            "callbacks": {name: self._of_state(_without_paths(state)) for name, state in callbacks.items()},
         }
         self._append("step", [_loops.progress(trainer).batch], values)
 
@@ -82,11 +79,11 @@ class Recorder(pl.Callback):
         """One line: which batch was validated, when, and what came out."""
         if not trainer.sanity_checking:
             key = [_loops.progress(trainer).batch, dataloader_idx, batch_idx]
-            self._append("validation", key, {"batch": digest(batch), "output": _exact(outputs)})
+            self._append("validation", key, {"batch": digest(batch), "output": self._exact(outputs)})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One line: what the epoch's metrics are."""
-        metrics = {name: _exact(value) for name, value in sorted(trainer.callback_metrics.items())}
+        metrics = {name: self._exact(value) for name, value in sorted(trainer.callback_metrics.items())}
         self._append("epoch", [trainer.current_epoch], {"metrics": metrics})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -95,42 +92,9 @@ class Recorder(pl.Callback):
             "weights": self._of_state(_weights(trainer, pl_module)),
             "global step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "metrics": {name: _exact(value) for name, value in sorted(trainer.callback_metrics.items())},
+            "metrics": {name: self._exact(value) for name, value in sorted(trainer.callback_metrics.items())},
         }
         self._append("end", [0], values)
-
-
-def check_kill_point(point: KillPoint) -> None:
-    """Nothing happens if `point` can be reached.
-
-    Raises:
-        ValueError: It is no batch number from 1 on, and no event.
-    """
-    _parse(point)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where and on which rank (None: any) to kill."""
-
-    event: type[events.Event] | None
-    count: int
-    rank: int | None
-
-
-def _parse(point: KillPoint) -> _Place:
-    where, at, rank = str(point).partition("@")
-    name, colon, count = where.partition(":")
-    if (at and not rank.isdecimal()) or (colon and not count.isdecimal()):
-        raise ValueError(f"kill point {point!r}: write 'NAME:COUNT@RANK', the last two as numbers, or without them")
-    on_rank = int(rank) if at else None
-    if name in events.EVENT_TYPES:
-        return _Place(events.EVENT_TYPES[name], int(count or 1), on_rank)
-    if colon or not name.lstrip("-").isdecimal():
-        raise ValueError(f"kill point {point!r}: give a batch number or one of {', '.join(events.KILL_POINTS)}")
-    if int(name) < 1:
-        raise ValueError(f"kill point {point!r}: batches are counted from 1")
-    return _Place(None, int(name), on_rank)
 
 
 class KillSwitch(pl.Callback):
@@ -143,7 +107,7 @@ class KillSwitch(pl.Callback):
     """
 
     def __init__(self, point: KillPoint, rank: int = 0, before: Callable[[], None] = lambda: None) -> None:
-        self._place = _parse(point)
+        self._place = parse(point)
         self._before = before
         self._left = self._place.count
         self._forget: Callable[[], None] | None = None
@@ -166,7 +130,12 @@ class KillSwitch(pl.Callback):
 
     def _kill(self) -> None:
         self._before()
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
+
+
+def kill() -> None:
+    """This process is gone, as in a crash."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _weights(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -197,12 +166,18 @@ def _exact(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """`value` with sum, sum of magnitudes, first and last element in place of each tensor, in double precision."""
+    """`value` with a few numbers in place of each tensor, in double precision.
+
+    These are the mean, the mean magnitude, the least and the greatest, the first and the last element; of a tensor with
+    one element, that.
+    """
     if isinstance(value, Tensor):
-        flat = value.detach().reshape(-1).double().cpu() if value.numel() else None
-        if flat is None:
-            return []
-        return [float(x).hex() for x in (flat.sum(), flat.abs().sum(), flat[0], flat[-1])]
+        value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+        flat = value.detach().reshape(-1).double().cpu()
+        if flat.numel() < 2:
+            return [float(x).hex() for x in flat]
+        numbers = (flat.mean(), flat.abs().mean(), flat.min(), flat.max(), flat[0], flat[-1])
+        return [float(x).hex() for x in numbers]
     if isinstance(value, dict):
         return {str(key): _summary(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -24,7 +24,6 @@ from lightning_ft import (
     _surprises,
     events,
 )
-from lightning_ft._before import Before
 from lightning_ft._boundaries import Boundaries
 from lightning_ft._consistent import compare_next_load
 from lightning_ft._dist import Ranks
@@ -105,25 +104,27 @@ class Session:
         self.news = News(trainer, self._submitted)
         self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
         pace = Pace(settings.trigger)
-        self._left_out = LeftOut(trainer, ranks, self._loaders)
         self._line.from_batch = _loops.progress(trainer).batch
-        fit = Fit(
-            trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
-            self._saves, self._tiers, self._loaders, self._left_out, self._line, pace, self.go_back,
-            local_dirpath=None if settings.local is None else settings.local.dirpath,
-            warn_after=settings.warn_if_not_durable_after,
-        )  # fmt: skip
-        self.watches = _guarding.watches(settings.guards, fit, start)
+        try:
+            self._left_out = LeftOut(trainer, ranks, self._loaders)
+            fit = Fit(
+                trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
+                self._saves, self._tiers, self._loaders, self._left_out, self._line, pace, self.go_back,
+                local_dirpath=None if settings.local is None else settings.local.dirpath,
+                warn_after=settings.warn_if_not_durable_after,
+            )  # fmt: skip
+            self.watches = _guarding.watches(settings.guards, fit, start)
+        except BaseException:
+            self._tiers.close()  # nobody closes a session that was never made
+            raise
         self._boundaries = Boundaries(
             trainer, settings, plugin, ranks, self._tiers, self._saves, pace, self._ending, self.watches,
             lambda: self.run_id,
         )  # fmt: skip
         self.voting = self._boundaries.voting
-        self._before: Before | None = None
         self.validation = Validation(
-            trainer, self.voting.vote, self.watches, begins=self._validation_begins, needed=self._validation_needed,
-            heard=self.voting.note, left=self._boundaries.leave_validation,
-        )  # fmt: skip
+            trainer, self.voting, self.watches, self._tree, self._loaders, left=self._boundaries.leave_validation
+        )
         self._undo += [
             self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
             events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
@@ -138,7 +139,7 @@ class Session:
             if saves_replicated(trainer.strategy, plugin):
                 self._undo.append(_parallel_writes.install(trainer, plugin))
             self._undo.append(before_steps(plugin.before_optimizer_step))
-        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id)
+        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id, self.voting.close)
         if chosen and ranks.is_zero:
             self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
 
@@ -195,7 +196,7 @@ class Session:
     def load(self, checkpoint: dict[str, Any], path: str) -> None:
         """The fit starts from `checkpoint`, loaded from `path`; Lightning restores its own part of it after this."""
         if _surprises.is_of_lightnings_requeue(path):
-            _surprises.refuse_older(path, self._dirpath, self._ranks.decide(lambda: len(self._tiers.infos())))
+            self._ranks.decide(lambda: _surprises.refuse_older(path, self._dirpath, len(self._tiers.infos())))
         self._restore = Restore(
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
@@ -228,6 +229,7 @@ class Session:
 
     def go_back(self) -> None:
         """The fit is about to load an older checkpoint of its own. Ranks: all."""
+        self.watches.phase("load")
         self._boundaries.forget()
         self._line.go_back()
         self._epoch_begun = False
@@ -275,7 +277,7 @@ class Session:
     def after_step(self) -> None:
         """A step boundary: what is due is saved, unless the end of the epoch follows at once."""
         self._loaders.note()
-        self._before = None
+        self.validation.before = None
         boundaries = self._boundaries
         if self._ending.request is not None and boundaries.stopped_within_epoch:
             return  # it was decided within the validation
@@ -337,17 +339,6 @@ class Session:
         if self._plugin is not None:
             self._plugin.before_optimizer_step()
 
-    # -- validation: see `_validation` ---------------------------------------------------------------------------
-
-    def _validation_begins(self) -> None:
-        self.voting.end_of_batch()
-        possible = Before.possible(self._trainer) and self._plugin is not None
-        self._before = Before(self._trainer, self._tree, self._loaders) if possible else None
-
-    def _validation_needed(self) -> bool:
-        # The sanity check, which nothing depends on, may be left whenever.
-        return not self._trainer.sanity_checking and (self._before is None or not self._before.holds)
-
     def train_ends(self) -> None:
         """Training is over, its last state is durable, and every rank knows if it is not.
 
@@ -359,13 +350,14 @@ class Session:
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """`checkpoint` holds everything a restart needs, whoever asked for it. Ranks: all (one gather)."""
         reason, boundary = self._saves.at_hand or ("user", "none")
+        before = self.validation.before if self._saves.at_hand else None
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
             boundary=boundary, stopping=self._ending.request is not None, seed=self._seed, guards=self.watches.state(),
-            before=self._before if boundary != "none" else None,
+            before=before,
         )  # fmt: skip
-        if self._before is not None and boundary != "none":
-            self._before.put_into(checkpoint)
+        if before is not None:
+            before.put_into(checkpoint)
         fit_loop = checkpoint["loops"]["fit_loop"]
         self._loaders.keep_only_own_states(fit_loop["state_dict"])
         if boundary == "epoch":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,9 @@ def _equal(a: Any, b: Any, atol: float | None) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(_equal(x, y, atol) for x, y in zip(a, b, strict=True))
     x, y = _number(a), _number(b)
-    return x is not None and y is not None and abs(x - y) <= atol
+    if x is None or y is None:
+        return False
+    return abs(x - y) <= atol or (math.isnan(x) and math.isnan(y))
 
 
 def _number(value: Any) -> float | None:

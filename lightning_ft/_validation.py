@@ -21,16 +21,17 @@ of them still have it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_ft import _loops
-from lightning_ft._ballot import Vote
+from lightning_ft._before import Before
+from lightning_ft._loaders import TrackedLoaders
+from lightning_ft._module_tree import ModuleTree
+from lightning_ft._voting import VALIDATION_TOPICS, Voting
 from lightning_ft._watch import Watches
-
-TOPICS = ("validating", "validation_batch_us", "validation_needed")
 
 _ROUND_US = 1_000_000
 _MOST_BATCHES = 256
@@ -50,32 +51,32 @@ class Validation:
 
     Args:
         trainer: The trainer.
-        vote: The vote; `TOPICS` are among its topics.
+        voting: The ballots of the fit.
         watches: Whose ballots these are.
-        begins: Called when a validation or the sanity check is about to begin; the ballot of the step is read then.
-        needed: Whether this rank has to run the validation to its end, since its start cannot be saved any more.
-        heard: Called with what all ranks have heard in it.
+        tree: Of the module.
+        loaders: The loaders of the fit.
         left: Called when a validation, or the sanity check, was left.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        vote: Vote,
+        voting: Voting,
         watches: Watches,
+        tree: ModuleTree,
+        loaders: TrackedLoaders,
         *,
-        begins: Callable[[], None],
-        needed: Callable[[], bool],
-        heard: Callable[[Mapping[str, int]], None],
         left: Callable[[], None],
     ) -> None:
         self._trainer = trainer
-        self._vote = vote
+        self._voting = voting
+        self._vote = voting.vote
         self._watches = watches
-        self._begins = begins
-        self._needed = needed
-        self._heard = heard
+        self._tree = tree
+        self._loaders = loaders
         self._left = left
+        self.before: Before | None = None
+        """What is saved from within the validation that runs; None between validations, and if that is not possible."""
         self._runs = False
         self._stays = False
         self._every = 1
@@ -101,7 +102,9 @@ class Validation:
     def _run(self, run: Callable[[], list[Any]]) -> list[Any]:
         if not self._watches.anywhere:
             return run()
-        self._begins()
+        self._voting.end_of_batch()
+        possible = Before.possible(self._trainer)
+        self.before = Before(self._trainer, self._tree, self._loaders) if possible else None
         self._runs, self._stays = True, False
         self._every, self._batches, self._since = 1, 0, time.monotonic()
         hook = self._trainer.lightning_module._current_fx_name
@@ -138,17 +141,21 @@ class Validation:
         own = {"validating": place, "validation_batch_us": batch_us}
         self._vote.cast({**own, **self._watches.ballot_between_steps()})
 
+    def _may_be_left(self) -> bool:
+        # The sanity check, which nothing depends on, whenever.
+        return self._trainer.sanity_checking or (self.before is not None and self.before.holds)
+
     def _read(self) -> int:
         """Where the last rank was when it cast the last ballot."""
         if not self._vote.cast_open:
             return _BETWEEN_BATCHES
         votes = self._vote.read()
-        self._heard({topic: vote for topic, vote in votes.items() if vote and topic not in TOPICS})
+        self._voting.note({topic: vote for topic, vote in votes.items() if vote and topic not in VALIDATION_TOPICS})
         # By the slowest rank, so that all have the same number.
         self._every = max(1, min(_MOST_BATCHES, _ROUND_US // max(1, votes["validation_batch_us"])))
         if not self._stays and self._watches.urgent(votes):
             # All ranks have just heard it, and ask each other at once, and only once.
-            self._vote.cast({"validation_needed": int(self._needed())})
+            self._vote.cast({"validation_needed": int(not self._may_be_left())})
             self._stays = bool(self._vote.read()["validation_needed"])
             if not self._stays:
                 raise _Left

@@ -17,10 +17,13 @@ from collections.abc import Callable, Mapping
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_ft import _loops, _validation
+from lightning_ft import _loops
 from lightning_ft._ballot import WITHIN, Vote
 from lightning_ft._dist import Ranks
 from lightning_ft._watch import Watches
+
+VALIDATION_TOPICS = ("validating", "validation_batch_us", "validation_needed")
+"""What is voted on in validations only."""
 
 
 class Voting:
@@ -48,7 +51,7 @@ class Voting:
         self._watches = watches
         self._own = own
         self.vote = Vote(
-            ranks, (*topics, *_validation.TOPICS, *watches.topics), _loops.collective_timeout(trainer) or WITHIN,
+            ranks, (*topics, *VALIDATION_TOPICS, *watches.topics), _loops.collective_timeout(trainer) or WITHIN,
             where=lambda: f"vote of batch {_loops.progress(trainer).batch + 1}",
         )  # fmt: skip
         self._heard: dict[str, int] = {}

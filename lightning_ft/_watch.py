@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_ft._dist import Ranks
+from lightning_ft._dist import Ranks, raised_everywhere
 from lightning_ft._left_out import LeftOut
 from lightning_ft._line import Line
 from lightning_ft._loaders import TrackedLoaders
@@ -147,7 +147,10 @@ class Watch:
         """
 
     def phase(self, name: str) -> None:
-        """The trainer does something else from now on: ``"train"``, ``"validate"``, ``"sanity"``, ``"end"``."""
+        """What the trainer does from now on: ``"train"``, ``"validate"``, ``"sanity"``, ``"load"``, ``"end"``.
+
+        The end of a load is the next ballot.
+        """
 
     def batch_over(self) -> None:
         """A batch is over, whatever it was for."""
@@ -172,6 +175,7 @@ class Watches(Watch):
     def __iter__(self) -> Iterator[Watch]:
         return iter(self._watches)
 
+    @raised_everywhere()
     def open(self) -> None:
         for watch in self._watches:
             watch.open()
@@ -194,11 +198,13 @@ class Watches(Watch):
         for watch in self._watches:
             watch.loss_known(loss)
 
+    @raised_everywhere()
     def before_step(self, votes: Mapping[str, int]) -> None:
         for watch in self._watches:
             if watch.wants_loss:
                 watch.before_step(votes)
 
+    @raised_everywhere()
     def decide_all(self, votes: Mapping[str, int], progress: Progress) -> list[Request]:
         """What each of them asks for, in their order."""
         asked = [watch.decide(votes, progress) for watch in self._watches]
@@ -207,6 +213,7 @@ class Watches(Watch):
     def urgent(self, votes: Mapping[str, int]) -> bool:
         return any([watch.urgent(votes) for watch in self._watches])
 
+    @raised_everywhere()
     def refuses_save(self) -> str | None:
         refusals = [watch.refuses_save() for watch in self._watches]
         return next((why for why in refusals if why is not None), None)

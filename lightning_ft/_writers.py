@@ -64,9 +64,9 @@ class Writers:
             yield self._uploads
             yield self.saves
 
-    def hurry(self) -> None:
-        """The run has failed: all waiting ends within `GRACE_SECS` from now, and what is not written then is lost."""
-        self._deadline = time.monotonic() + GRACE_SECS
+    def hurry(self, within_secs: float = GRACE_SECS) -> None:
+        """The run has failed: all waiting ends within this time from now, and what is not written then is lost."""
+        self._deadline = time.monotonic() + within_secs
 
     def wait(self, deadline: float) -> bool:
         """Whether everything submitted is durable, or recorded as failed, by then. Thread: any."""
@@ -85,7 +85,7 @@ class Writers:
             return
         self._abandoned = True
         unfinished = sorted({path for writer in self._in_turn() for path in writer.paths})
-        _log.error("not written within %g s of the failure, and given up: %s", GRACE_SECS, ", ".join(unfinished))
+        _log.error("not written in the time there was after the failure, and given up: %s", ", ".join(unfinished))
         for writer in self._in_turn():
             writer.abandon()
 

@@ -22,7 +22,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_ft import _loops
-from lightning_ft._recorder import KillPoint, KillSwitch, Recorder, check_kill_point
+from lightning_ft._kill_point import KillPoint, check_kill_point
+from lightning_ft._recorder import KillSwitch, Recorder
 from lightning_ft._traces import Record, differences, replayed, words
 from lightning_ft._traces import read as _read
 

@@ -141,8 +141,12 @@ def test_parameters_of_the_plugin() -> None:
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in found)
 
 
+def test_parameters_of_the_preemption_guard() -> None:
+    assert [p.name for p in parameters(ft.PreemptionGuard)] == ["signals", "save_signal", "grace", "requeue"]
+
+
 def test_every_parameter_is_annotated() -> None:
     # LightningCLI builds its YAML schema from the annotations.
-    for cls in (ft.FaultTolerantCheckpoint, ft.FaultTolerantCheckpointIO):
+    for cls in (ft.FaultTolerantCheckpoint, ft.FaultTolerantCheckpointIO, ft.PreemptionGuard):
         bare = [p.name for p in parameters(cls) if p.annotation is inspect.Parameter.empty]
         assert not bare, f"{cls.__name__}: {bare}"

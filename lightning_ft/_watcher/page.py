@@ -27,8 +27,8 @@ class Phase(IntEnum):
     """The part of a save that the training waits for."""
 
 
-class Cell(IntEnum):
-    """Where on the page a number is."""
+class Cell:
+    """Where on the page a number is; plain integers, since looking up a member of an enumeration takes longer."""
 
     PHASE = 0
     PROGRESS = 1

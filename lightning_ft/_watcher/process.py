@@ -95,10 +95,13 @@ class Watched:
         return _stat(self.pid)[:1] == "t"
 
     def state(self) -> State:
-        """What its main thread does."""
-        letter = _stat(self.pid)[:1]
-        waits_in = _read(f"/proc/{self.pid}/wchan")
-        call = _read(f"/proc/{self.pid}/syscall").strip()
+        """What its main thread does; while it is ending, the thread that keeps it from that."""
+        letter, thread = _stat(self.pid)[:1], self.pid
+        if letter == "Z":
+            uninterrupted = [other for other in _threads(self.pid) if _stat(f"{self.pid}/task/{other}")[:1] == "D"]
+            letter, thread = ("D", uninterrupted[0]) if uninterrupted else (letter, thread)
+        waits_in = _read(f"/proc/{self.pid}/task/{thread}/wchan")
+        call = _read(f"/proc/{self.pid}/task/{thread}/syscall").strip()
         # Numbers with an address space layout of their own: the first four arguments tell enough.
         call = "" if call in ("", "running") else " ".join(call.split()[:5])
         return State(_STATES.get(letter, letter or "gone"), "" if waits_in == "0" else waits_in, call)
@@ -167,7 +170,7 @@ def _send_to_thread(pid: int, thread: int, number: int) -> None:
         libc.tgkill(pid, thread, number)
 
 
-def _stat(pid: int) -> str:
+def _stat(pid: int | str) -> str:
     """What follows the name in /proc/PID/stat: a letter for the state, and numbers."""
     return _read(f"/proc/{pid}/stat").rpartition(") ")[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,18 +30,27 @@ def add_to(app: typer.Typer) -> None:
 
 EPILOG = """\b
 What happens: the command runs once to its end, once until it is killed with
-SIGKILL, and once more. Its trainer is told to write into a scratch directory
-(checkpoints, root directory, loggers of Lightning); everything else it does as
-always. Compared, bit for bit, on every rank: batches, losses, weights,
-optimizer and scheduler state, learning rates, random state, validations,
-metrics, callbacks.
+SIGKILL, and once more; if these differ, once more to its end. Its trainers are
+told to write into a scratch directory (checkpoints, root directory, Lightning's
+CSV and TensorBoard logs); everything else the script does as always. It needs
+room for the checkpoints of one run: TMPDIR says where, or --keep. Compared, bit
+for bit, after every batch and on every rank: batches, results, weights,
+optimizer and scheduler state, learning rates, random state, callbacks; and
+validations and metrics.
 
 \b
 Verdicts:
   PASS               every number is that of the uninterrupted run
   LOST WORK          so it is, but a durable checkpoint was not continued from
   SILENT DIVERGENCE  the restart went on with other numbers
-  HARD FAILURE       a run failed, hung, or was never killed
+  HARD FAILURE       a run failed, hung, or was never killed; or nothing was
+                     there to restart from
+
+\b
+Where it is killed: by default after a batch in the middle, once a checkpoint is
+durable. --kill-at takes an event of a save: SaveStarted, AttemptOpened,
+DataWritten, DataSynced, Renamed, Committed, DeleteStarted, DeleteHidden,
+Deleted; Renamed:2 is the second in that process, Renamed@1 that of rank 1.
 
 \b
 Examples:
@@ -52,11 +62,12 @@ Examples:
 \b
 JSON:
   verdict, drilled, batches, world_size, validations, trials: [kill_at,
-  verdict, reason, cause, resumed_batch, durable_batch, replayed],
-  not_covered: [sentence]
+  verdict, reason, cause, output, resumed_batch, durable_batch, replayed],
+  not_covered: [text]
 
 \b
-Exit code: 0 for PASS; 1 for any other verdict. All: lightning-ft --help
+Exit code: 0 for PASS; 1 for any other verdict; 3 if the command cannot
+be started; 130 if interrupted (Ctrl-C, SIGTERM). All: lightning-ft --help
 """
 
 
@@ -86,47 +97,33 @@ def drill(
     as_json: AsJson = False,
 ) -> Code:
     """Prove that a script, killed anywhere and started again, gives the numbers it would have given."""
+    from lightning_ft.drill.command import CannotStartError
     from lightning_ft.drill.engine import Drill
     from lightning_ft.drill.engine import drill as run_drill
     from lightning_ft.drill.verdict import Verdict
 
     if sum((kill_at_step is not None, kill_at is not None, sweep)) > 1:
         raise typer.BadParameter("give one of --kill-at-step, --kill-at and --sweep", param_hint="--kill-at")
-    if steps is not None and steps < 1:
-        raise typer.BadParameter(f"{steps}: at least 1", param_hint="--steps")
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise typer.BadParameter(f"{keep} is not empty", param_hint="--keep")
-    with _scratch(keep) as scratch, _progress(as_json) as say:
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise typer.BadParameter(f"{keep} is not an empty directory", param_hint="--keep")
+    point = kill_at_step if kill_at_step is not None else kill_at
+    with _sigterm_as_ctrl_c(), _scratch(keep) as scratch, _progress(as_json) as say:
         try:
-            plan = Drill(
-                tuple(command),
-                scratch,
-                kill_at_step if kill_at_step is not None else kill_at,
-                sweep,
-                steps,
-                atol,
-                timeout,
-            )
+            plan = Drill(tuple(command), scratch, point, sweep, steps, atol, timeout, keep is not None)
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--kill-at") from error
+            raise typer.BadParameter(str(error)) from error
         try:
             outcome = run_drill(plan, say)
-        except FileNotFoundError as error:
-            if error.filename != command[0]:
-                raise
-            raise Failure(f"COMMAND: there is no program {command[0]}", Code.NOTHING) from error
+        except CannotStartError as error:
+            raise Failure(str(error), Code.NOTHING) from error
     output = Output(as_json)
     output.document("drill", **outcome.document())
-    ranks = "1 rank" if outcome.world_size == 1 else f"{outcome.world_size} ranks"
-    output.line(f"{outcome.batches} batches, {outcome.validations} validation batches, {ranks}")
+    output.line(outcome.summary())
     for trial in outcome.trials:
         output.line()
-        style = "green" if trial.verdict is Verdict.PASS else "bold red"
-        output.line(
-            f"{trial.verdict.value}: killed at {trial.kill_at}{_resumed(trial.resumed_batch, trial.replayed)}", style
-        )
-        for text in filter(None, (trial.reason, f"Likely: {trial.cause}" if trial.cause else "")):
-            output.line(f"  {text}" if "\n" not in text else text)
+        styles = iter(["green" if trial.verdict is Verdict.PASS else "bold red"])
+        for text in trial.text():
+            output.line(text, next(styles, ""))
     output.line()
     output.line("Not covered:", "dim")
     for text in outcome.not_covered:
@@ -134,10 +131,14 @@ def drill(
     return Code.FINE if outcome.verdict is Verdict.PASS else Code.BAD
 
 
-def _resumed(batch: int | None, replayed: int) -> str:
-    if batch is None:
-        return ""
-    return f", went on after batch {batch}, {replayed} trained twice"
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A CI job that is cancelled ends the runs of its drill too: they are in sessions of their own."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

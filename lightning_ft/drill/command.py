@@ -16,6 +16,12 @@ from pathlib import Path
 _MARK = "LIGHTNING_FT_DRILL_RUN"
 # Between two looks at whether it has ended: a kill is noticed by the processes themselves, so nothing waits for this.
 _LOOK_SECS = 0.2
+# For ranks that end a little after the first one; what is left then was forgotten by the script.
+_OTHERS_SECS = 2.0
+
+
+class CannotStartError(Exception):
+    """The command could not be started at all; one line says why."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +59,30 @@ def run(
         killed: Is there as soon as the command has reached its kill point; then all of it is killed, at once.
         timeout_secs: After which it is killed as well.
         watch: Called a few times a second.
+
+    Raises:
+        CannotStartError: There is no such program, or it cannot be run; or this system has no /proc.
     """
+    if sys.platform != "linux":
+        raise CannotStartError("a drill needs Linux: the processes of a run are found in /proc, by their environment")
     mark = secrets.token_hex(8)
     deadline = time.monotonic() + timeout_secs
     with output.open("wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - the user's own command
-            command,
-            env={**os.environ, **environment, _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(  # noqa: S603 - the user's own command
+                command,
+                env={**os.environ, **environment, _MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CannotStartError(f"{command[0]} cannot be started: {error.strerror}") from error
         try:
             code = _wait(process, killed, deadline, watch)
+            if code == 0:
+                _wait_for_others(mark, killed)
         finally:
             _kill_all(mark)
             process.wait()
@@ -83,6 +99,12 @@ def _wait(process: subprocess.Popen[bytes], killed: Path, deadline: float, watch
     return None
 
 
+def _wait_for_others(mark: str, killed: Path) -> None:
+    deadline = time.monotonic() + _OTHERS_SECS
+    while time.monotonic() < deadline and not killed.exists() and any(_has_mark(pid, mark) for pid in _processes()):
+        time.sleep(_LOOK_SECS)
+
+
 def _kill_all(mark: str) -> None:
     """No process with `mark` in its environment is left: workers of a launcher are in sessions of their own."""
     while pids := [pid for pid in _processes() if _has_mark(pid, mark)]:
@@ -93,8 +115,6 @@ def _kill_all(mark: str) -> None:
 
 
 def _processes() -> list[int]:
-    if sys.platform != "linux":
-        raise NotImplementedError("a drill needs Linux: processes are found by their environment, in /proc")
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
 
-from lightning_ft._traces import Difference, Record, key_of
+from lightning_ft._traces import Difference, Key, Record, key_of
 
 NONDETERMINISTIC = "two uninterrupted runs are not equal either: "
 
+# Of a sentence: values of a few numbers are worth reading, states of whole optimizers are not.
+_READABLE = 400
 _SEED = "call seed_everything before anything is made"
+_KERNEL = "a kernel is not deterministic (Trainer(deterministic=True))"
 _OF_A_FRESH_RUN = {
     "batch": f"the order of the data, or random augmentation, is not seeded: {_SEED}",
     "random state": f"random numbers are not seeded: {_SEED}",
-    "weights": f"the weights are not initialised the same: {_SEED}",
-    "output": "the same batch and weights gave another result: a kernel that is not deterministic "
-    "(Trainer(deterministic=True)), or random numbers drawn in a thread or from a generator of its own",
+    "output": f"the same batch gave another result: {_KERNEL}, or random numbers are drawn in a thread or from a "
+    "generator of its own",
+    "weights": f"the same batch and result gave other weights: {_KERNEL}",
+    "optimizer state": f"the same batch and result gave another optimizer state: {_KERNEL}",
+    "callbacks": "a callback has state that does not repeat, such as a time",
 }
 _AFTER_A_RESTART = {
     "batch": "the sample is made with random numbers that are not restored (drawn in a thread, from a generator of its "
@@ -32,66 +39,104 @@ _AFTER_A_RESTART = {
 }
 # What is behind a difference rather shows in these, in this order, than in the others, which follow from them.
 _BY_CAUSE = (
-    "batch", "epoch", "batch index", "global step", "requires_grad", "output", "random state", "learning rates"
+    "batch", "epoch", "batch index", "global step", "requires_grad", "output", "random state", "learning rates",
+    "scheduler state", "weights", "optimizer state",
 )  # fmt: skip
 
 
-def first(differences: Sequence[Difference], expected: Sequence[Record]) -> Difference:
-    """The earliest of `differences` in the order of the run; of one step the quantity that comes first by cause."""
-    order = {key_of(record): number for number, record in enumerate(expected)}
+def first(differences: Sequence[Difference], expected: Mapping[int, Sequence[Record]]) -> Difference:
+    """The earliest of `differences`, over all ranks; of one step the quantity that comes first by cause.
 
-    def position(difference: Difference) -> tuple[int, int, int]:
-        at = order.get(difference.key, len(order))
+    Args:
+        differences: At least one.
+        expected: What the uninterrupted run did, by rank.
+    """
+    places = {rank: _places(records) for rank, records in expected.items()}
+
+    def position(difference: Difference) -> tuple[float, float, int, int]:
+        kind, number = difference.key[:2]
+        # One that the uninterrupted run has not comes behind all that it has at that batch.
+        unknown = (float(number), inf) if kind in ("step", "validation") else (inf, inf)
+        at, within = places.get(difference.rank, {}).get(difference.key, unknown)
         rank = _BY_CAUSE.index(difference.name) if difference.name in _BY_CAUSE else len(_BY_CAUSE)
-        return at, {"missing": 0, "extra": 0, "value": 1}[difference.kind], rank
+        return at, within, {"missing": 0, "extra": 0, "value": 1}[difference.kind], rank
 
     return min(differences, key=position)
+
+
+def _places(records: Sequence[Record]) -> dict[Key, tuple[float, float]]:
+    """Of every record, the batch it belongs to and its number within the run."""
+    places: dict[Key, tuple[float, float]] = {}
+    batch = 0.0
+    for number, record in enumerate(records):
+        batch = float(record["key"][0]) if record["kind"] == "step" else batch
+        places.setdefault(key_of(record), (batch, float(number)))
+    return places
+
+
+def said(difference: Difference) -> str:
+    """`difference` in a sentence; of values with names, those that differ."""
+    expected, actual = difference.expected, difference.actual
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+        expected, actual = ({name: values.get(name) for name in names} for values in (expected, actual))
+    text = str(replace(difference, expected=expected, actual=actual))
+    return text if len(text) <= _READABLE else text[:_READABLE] + " ..."
+
+
+def said_of_fresh_runs(difference: Difference) -> str:
+    """The same, where none of the two runs was restarted."""
+    words = said(difference).replace(" uninterrupted, ", " in one run, ").replace(" restarted", " in another")
+    return words.replace("the restarted run", "another run").replace("the uninterrupted run", "one run")
 
 
 def cause_in_fresh_run(differences: Sequence[Difference], found: Difference) -> str:
     """The likely cause, where two uninterrupted runs differ and `found` is the first difference."""
     same = {d.name for d in differences if d.key == found.key and d.rank == found.rank}
-    if found.name == "output" and "random state" in same and found.key[1:] == (1,):
-        return NONDETERMINISTIC + _OF_A_FRESH_RUN["random state"]
-    return NONDETERMINISTIC + _OF_A_FRESH_RUN.get(found.name, f"{found.name or 'a record'} does not repeat")
+    if found.name == "output" and found.key == ("step", 1):
+        if "random state" in same:
+            return NONDETERMINISTIC + _OF_A_FRESH_RUN["random state"]
+        return f"{NONDETERMINISTIC}the weights are not initialised the same ({_SEED}), or {_OF_A_FRESH_RUN['output']}"
+    return NONDETERMINISTIC + _OF_A_FRESH_RUN.get(found.name, f"{found.name or 'what it does'} does not repeat")
 
 
 def cause_after_restart(
-    differences: Sequence[Difference], found: Difference, expected: Sequence[Record], resumed_batch: int | None
+    differences: Sequence[Difference],
+    found: Difference,
+    expected: Mapping[int, Sequence[Record]],
+    resumed_batch: int | None,
 ) -> str:
     """The likely cause, where two uninterrupted runs are equal and a restarted one is not.
 
     Args:
-        differences: All of this rank.
+        differences: All.
         found: The first of them.
-        expected: What the uninterrupted run did on this rank.
+        expected: What the uninterrupted run did, by rank.
         resumed_batch: How many batches were trained when the restart went on; None: it began again.
     """
     if found.kind != "value":
         return _of_records(found)
-    same = {d.name for d in differences if d.key == found.key and d.rank == found.rank and d.kind == "value"}
     if found.name == "batch":
         return _of_batch(found, expected)
+    same = {d.name for d in differences if d.key == found.key and d.rank == found.rank and d.kind == "value"}
     if found.name == "output":
-        at_once = found.key[0] == "step" and resumed_batch is not None and found.key[1] == resumed_batch + 1
-        if "random state" in same:
-            return _AFTER_A_RESTART["random state"]
-        if at_once:
-            return (
-                "weights or buffers were not restored, or the module has state outside of its state_dict: the first "
-                "batch after the restart, with the same random numbers, gave another result"
-            )
-        return (
-            "the module has state outside of its state_dict, or random numbers come from a generator that is not "
-            "restored"
-        )
+        return _of_output(found, same, resumed_batch)
+    if found.name == "weights" and "optimizer state" in same:
+        return _AFTER_A_RESTART["optimizer state"]
     if found.name == "weights":
-        return (
-            _AFTER_A_RESTART["optimizer state"]
-            if "optimizer state" in same
-            else ("something beside the optimizer changes the weights, and its state was not restored")
-        )
+        return "something beside the optimizer changes the weights, and its state was not restored"
     return _AFTER_A_RESTART.get(found.name, f"{found.name} was not restored")
+
+
+def _of_output(found: Difference, same: set[str], resumed_batch: int | None) -> str:
+    if "random state" in same:
+        return _AFTER_A_RESTART["random state"]
+    if found.key[0] == "step" and resumed_batch is not None and found.key[1] == resumed_batch + 1:
+        return (
+            "weights or buffers were not restored, or the module has state outside of its state_dict: the first "
+            "batch after the restart, with the same random numbers, gave another result"
+        )
+    return "the module has state outside of its state_dict, or random numbers of a generator that is not restored"
 
 
 def _of_records(found: Difference) -> str:
@@ -110,13 +155,23 @@ def _of_records(found: Difference) -> str:
     )
 
 
-def _of_batch(found: Difference, expected: Sequence[Record]) -> str:
+def _of_batch(found: Difference, expected: Mapping[int, Sequence[Record]]) -> str:
     if found.key[0] != "step":
         return "another batch was validated: the validation loader is shuffled, or draws random numbers of its own"
-    where = {r["values"].get("batch"): r["key"][0] for r in expected if r["kind"] == "step"}
-    elsewhere = where.get(found.actual)
-    if elsewhere is not None and elsewhere < found.key[1]:
-        return f"the loader has lost its position: batch {elsewhere} of the uninterrupted run was trained again"
-    if elsewhere is not None:
-        return f"the loader has lost its position: it went on with batch {elsewhere} of the uninterrupted run"
+    # Unshuffled epochs have the same batches: the nearest before it is where a loader would have begun again.
+    where = [
+        r["key"][0] for r in expected[found.rank] if r["kind"] == "step" and r["values"].get("batch") == found.actual
+    ]
+    here = found.key[1]
+    if before := [batch for batch in where if batch < here]:
+        return f"the loader has lost its position: batch {before[-1]} of the uninterrupted run was trained again"
+    if where:
+        return f"the loader has lost its position: it went on with batch {where[0]} of the uninterrupted run"
+    others = [rank for rank, records in expected.items() if rank != found.rank and _has_batch(records, found)]
+    if others:
+        return f"the ranks were dealt other parts of the data: this is the batch of rank {others[0]}"
     return _AFTER_A_RESTART["batch"]
+
+
+def _has_batch(records: Sequence[Record], found: Difference) -> bool:
+    return any(key_of(r) == found.key and r["values"].get("batch") == found.actual for r in records)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_ft import events
-from lightning_ft._drilled import Assignment, killed_file
-from lightning_ft._recorder import KillPoint, check_kill_point
+from lightning_ft import events, exit_codes
+from lightning_ft._assignment import Assignment, killed_file
+from lightning_ft._kill_point import KillPoint, check_kill_point
 from lightning_ft._traces import Difference, Record, differences, read, replayed
 from lightning_ft.drill import diagnosis
 from lightning_ft.drill.command import Ended, run
-from lightning_ft.drill.verdict import Outcome, Trial, Verdict
+from lightning_ft.drill.verdict import Outcome, Trial, Verdict, place
+from lightning_ft.errors import NoUsableCheckpointError
 
 Say = Callable[[str, int], None]
 """Is told what is going on, and how many batches were trained so far."""
@@ -31,11 +33,15 @@ class Drill:
     Args:
         command: Program and arguments, as for a shell.
         scratch: A directory for everything the runs write.
-        kill_at: Where to kill; None: after a batch in the middle that comes after a durable checkpoint.
+        kill_at: Where to kill; None: after a batch in the middle, as soon as a checkpoint is durable.
         sweep: Kill at every event of the save protocol that the uninterrupted run shows, one trial each.
         steps: End training after so many optimizer steps; None: where the script ends.
         atol: How far numbers may be apart; None: not at all.
         timeout_secs: Of each run.
+        keep: Leave the checkpoints of every run. Otherwise those of one are gone before the next one begins.
+
+    Raises:
+        ValueError: An argument has a value it cannot have.
     """
 
     command: tuple[str, ...]
@@ -45,10 +51,27 @@ class Drill:
     steps: int | None = None
     atol: float | None = None
     timeout_secs: float = 3600.0
+    keep: bool = False
 
     def __post_init__(self) -> None:
         if self.kill_at is not None:
             check_kill_point(self.kill_at)
+        if self.kill_at is not None and self.sweep:
+            raise ValueError(f"kill_at={self.kill_at!r} and sweep: give one of them")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps={self.steps}: at least 1 is needed")
+        if self.atol is not None and not self.atol >= 0:
+            raise ValueError(f"atol={self.atol}: at least 0 is needed")
+        if not self.timeout_secs > 0:
+            raise ValueError(f"timeout={self.timeout_secs}: a time in seconds is needed")
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Where a trial is killed."""
+
+    at: KillPoint
+    once_durable: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,63 +93,100 @@ class _Run:
         return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
 
 
+@dataclass
+class _Counter:
+    """How many steps a growing trace has; what was read once is not read again."""
+
+    path: Path
+    steps: int = 0
+    _read_bytes: int = field(default=0, init=False)
+
+    def count(self) -> int:
+        """Up to now."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+            self.steps += sum(line.startswith(b'{"kind": "step"') for line in whole.splitlines())
+            self._read_bytes += len(whole) + 1 if whole else 0
+        return self.steps
+
+
 def drill(plan: Drill, say: Say) -> Outcome:
-    """What a kill and a restart do to the script. Blocks on: its runs. On disk: everything under `scratch`."""
+    """What a kill and a restart do to the script. Blocks on: its runs. On disk: everything under `scratch`.
+
+    Raises:
+        CannotStartError: The command cannot be started.
+    """
     reference = _Run(plan.scratch / "uninterrupted")
     ended = _start(plan, reference, 0, None, say, "uninterrupted")
-    problem = _problem(ended, reference, plan)
-    if problem is not None:
-        return _outcome(plan, reference, [Trial("none", Verdict.HARD_FAILURE, *problem)])
+    _tidy(plan, reference)
+    if problem := _problem(ended, reference, plan, "the uninterrupted run"):
+        return _outcome(plan, reference, [problem])
     points = _points(plan, reference)
     if not points:
-        cause = (
-            "no checkpoint became durable in the uninterrupted run before its end: save more often, or drill more steps"
-        )
-        return _outcome(
-            plan, reference, [Trial("none", Verdict.HARD_FAILURE, "there is nothing to restart from", cause)]
-        )
+        cause = "no save was begun before the last batch: save more often, or drill more steps"
+        nothing = Trial(None, Verdict.HARD_FAILURE, "there is nothing to restart from", cause)
+        return _outcome(plan, reference, [nothing])
     again: list[_Run] = []
     trials = []
     for number, point in enumerate(points):
-        trials.append(_trial(plan, reference, _Run(plan.scratch / f"killed-{number}"), point, say, again))
+        killed = _Run(plan.scratch / f"killed-{number}")
+        prefix = f"trial {number + 1} of {len(points)}: " if len(points) > 1 else ""
+        trials.append(_trial(plan, reference, killed, point, _prefixed(say, prefix), again))
+        _tidy(plan, killed)
     return _outcome(plan, reference, trials)
 
 
-def _trial(plan: Drill, reference: _Run, killed: _Run, point: KillPoint, say: Say, again: list[_Run]) -> Trial:
-    title = str(point)
-    ended = _start(plan, killed, 0, point, say, f"killed at {title}")
+def _prefixed(say: Say, prefix: str) -> Say:
+    return lambda title, batches: say(prefix + title, batches)
+
+
+def _trial(plan: Drill, reference: _Run, killed: _Run, point: _Point, say: Say, again: list[_Run]) -> Trial:
+    title = str(point.at)
+    where = place(title)
+    ended = _start(plan, killed, 0, point, say, f"to be killed at {where}")
     if not ended.killed:
-        reason, cause = _problem(ended, killed, plan) or (f"it was never reached: the script ended before {title}", "")
+        if problem := _problem(ended, killed, plan, "the run that was to be killed"):
+            return replace(problem, kill_at=title)
+        reason = f"the script ended before {where}"
+        cause = "no checkpoint became durable before its end" if point.once_durable else ""
         return Trial(title, Verdict.HARD_FAILURE, reason, cause)
     durable = _durable_batch(killed)
     ended = _start(plan, killed, 1, None, say, "restarted")
-    problem = _problem(ended, killed, plan)
     resumed = _resumed_batch(killed)
-    if problem is not None:
-        return Trial(title, Verdict.HARD_FAILURE, f"the restart failed: {problem[0]}", problem[1], resumed, durable)
+    facts = Trial(title, Verdict.PASS, resumed_batch=resumed, durable_batch=durable)
+    if problem := _problem(ended, killed, plan, "the restart"):
+        return replace(
+            facts, verdict=problem.verdict, reason=problem.reason, cause=problem.cause, output=problem.output
+        )
     expected, actual = reference.traces(), killed.traces()
-    found = _differences(expected, actual, plan.atol)
-    twice = sum(replayed(records) for records in actual.values())
-    if found:
+    facts = replace(facts, replayed=sum(replayed(records) for records in actual.values()))
+    if found := _differences(expected, actual, plan.atol):
         reason, cause = _explained(plan, reference, expected, found, resumed, say, again)
-        return Trial(title, Verdict.SILENT_DIVERGENCE, reason, cause, resumed, durable, twice)
+        return replace(facts, verdict=Verdict.SILENT_DIVERGENCE, reason=reason, cause=cause)
     if durable is not None and (resumed or 0) < durable:
-        where = "from the beginning" if resumed is None else f"after batch {resumed}"
-        reason = f"the restart began {where}, though a checkpoint of batch {durable} was durable"
+        began = "from the beginning" if resumed is None else f"after batch {resumed}"
+        reason = f"the restart began {began}, though a checkpoint of batch {durable} was durable"
         cause = (
             'trainer.fit was not given ckpt_path="last"' if resumed is None else "the newest checkpoint was passed over"
         )
-        return Trial(title, Verdict.LOST_WORK, reason, cause, resumed, durable, twice)
-    return Trial(title, Verdict.PASS, "", "", resumed, durable, twice)
+        return replace(facts, verdict=Verdict.LOST_WORK, reason=reason, cause=cause)
+    if resumed is None:
+        return replace(facts, reason="no checkpoint was durable yet: the restart began from the beginning")
+    return facts
 
 
-def _start(plan: Drill, of: _Run, start: int, point: KillPoint | None, say: Say, title: str) -> Ended:
+def _start(plan: Drill, of: _Run, start: int, point: _Point | None, say: Say, title: str) -> Ended:
     of.directory.mkdir(parents=True, exist_ok=True)
-    assignment = Assignment(str(of.directory), start, plan.steps, point, summaries=plan.atol is not None)
-    trace = of.directory / f"{start}.rank0.jsonl"
+    assignment = Assignment(
+        str(of.directory), start, plan.steps, summaries=plan.atol is not None,
+        kill_at=None if point is None else point.at, once_durable=point is not None and point.once_durable,
+    )  # fmt: skip
+    counter = _Counter(of.directory / f"{start}.rank0.jsonl")
 
     def watch() -> None:
-        say(title, trace.read_bytes().count(b'{"kind": "step"') if trace.exists() else 0)
+        say(title, counter.count())
 
     watch()
     return run(
@@ -135,35 +195,50 @@ def _start(plan: Drill, of: _Run, start: int, point: KillPoint | None, say: Say,
     )  # fmt: skip
 
 
-def _problem(ended: Ended, of: _Run, plan: Drill) -> tuple[str, str] | None:
-    """What is wrong with a run that was to end by itself, and the likely cause; None: nothing."""
+def _tidy(plan: Drill, of: _Run) -> None:
+    """Traces and outputs of the run are there; its checkpoints, which may be large, are not."""
+    if not plan.keep:
+        for name in ("checkpoints", "root"):
+            shutil.rmtree(of.directory / name, ignore_errors=True)
+
+
+def _problem(ended: Ended, of: _Run, plan: Drill, who: str) -> Trial | None:
+    """What is wrong with a run that was to end by itself; None: nothing."""
     if ended.code is None:
-        cause = f"it hangs, or --timeout is too short; see the end of its output:\n{ended.tail()}"
-        return f"it did not end within {plan.timeout_secs:.0f} s", cause
+        reason = f"{who} did not end within {plan.timeout_secs:g} s"
+        return Trial(None, Verdict.HARD_FAILURE, reason, "it hangs, or --timeout is too short", ended.tail())
     if ended.code != 0:
-        return f"it ended with exit code {ended.code}", f"see the end of its output:\n{ended.tail()}"
+        return Trial(None, Verdict.HARD_FAILURE, f"{who} ended {_in_words(ended.code)}", "", ended.tail())
     if not of.traces():
-        return (
-            "it trained nothing with a FaultTolerantCheckpoint",
-            "the script makes no Trainer with that callback, or makes it before the callback",
-        )
+        reason = f"{who} trained nothing with a FaultTolerantCheckpoint"
+        cause = "no Trainer of the script has that callback, or none of them fits"
+        return Trial(None, Verdict.HARD_FAILURE, reason, cause, ended.tail())
     return None
 
 
-def _points(plan: Drill, reference: _Run) -> list[KillPoint]:
+def _in_words(code: int) -> str:
+    if code < 0:
+        return f"by {signal.Signals(-code).name}"
+    names = [name for name, value in vars(exit_codes).items() if name.isupper() and value == code]
+    return f"with exit code {code}" + (f" ({names[0]}, see lightning_ft.exit_codes)" if names else "")
+
+
+def _points(plan: Drill, reference: _Run) -> list[_Point]:
     if plan.kill_at is not None:
-        return [plan.kill_at]
+        return [_Point(plan.kill_at)]
     lines = reference.lines(0)
     if plan.sweep:
-        seen = {line["event"] for line in lines if "event" in line}
-        return [point for point in events.DIRECTORY_KILL_POINTS if point in seen]
+        seen = [line["event"] for line in lines if "event" in line]
+        # The second of its kind, so that there was a save before it, where there are two.
+        times = {name: min(seen.count(name), 2) for name in events.DIRECTORY_KILL_POINTS if name in seen}
+        return [_Point(f"{name}:{count}" if count > 1 else name) for name, count in times.items()]
     steps = [record["key"][0] for record in reference.traces()[0] if record["kind"] == "step"]
-    saved = sorted(line["batch"] for line in lines if line.get("event") == "Committed")
-    if not saved or not steps:
+    begun = min((line["batch"] for line in lines if line.get("event") == "SaveStarted"), default=None)
+    if begun is None or not steps:
         return []
-    # One batch after the first save, or in the middle if that comes later; never the last, after which nothing follows.
-    wanted = max(saved[0] + 1, steps[len(steps) // 2])
-    return [wanted] if wanted < steps[-1] else [max(saved[0] + 1, 1)] if saved[0] + 1 < steps[-1] else []
+    # After the first save, in the middle if that is later; never at the last batch, after which nothing follows.
+    last = steps[-1] - 1
+    return [_Point(min(max(begun + 1, steps[len(steps) // 2]), last), once_durable=True)] if begun < last else []
 
 
 def _durable_batch(killed: _Run) -> int | None:
@@ -172,7 +247,10 @@ def _durable_batch(killed: _Run) -> int | None:
 
     batches = []
     for dirpath in _directories(killed):
-        newest = last_good(str(dirpath))
+        try:
+            newest = last_good(str(dirpath))
+        except NoUsableCheckpointError:  # the restart will say so
+            continue
         if newest is not None and newest.manifest is not None:
             batches.append(newest.manifest.batch)
     return max(batches, default=None)
@@ -186,13 +264,11 @@ def _directories(of: _Run) -> Iterable[Path]:
 
 def _resumed_batch(killed: _Run) -> int | None:
     """How many batches were trained where the restart went on; None if it began from the beginning."""
-    first = next(
-        (record for record in read(killed.directory, 0) if record["start"] == 1 and record["kind"] == "step"), None
-    )
-    resumed = any(line.get("event") == "Resumed" for line in killed.lines(1))
-    if first is None or not resumed:
-        return None
-    return int(first["key"][0]) - 1
+    steps = [record for record in read(killed.directory, 0) if record["kind"] == "step"]
+    first = next((int(record["key"][0]) for record in steps if record["start"] == 1), None)
+    if first is None:  # the run was over, and a checkpoint of that was durable
+        return max((int(record["key"][0]) for record in steps), default=None)
+    return first - 1 if any(line.get("event") == "Resumed" for line in killed.lines(1)) else None
 
 
 def _differences(
@@ -214,16 +290,15 @@ def _explained(
     if not again:
         second = _Run(plan.scratch / "uninterrupted-again")
         _start(plan, second, 0, None, say, "uninterrupted, once more")
+        _tidy(plan, second)
         again.append(second)
-    fresh = _differences(expected, again[0].traces(), plan.atol)
-    if fresh:
-        first = diagnosis.first(fresh, expected[fresh[0].rank])
-        said = str(first).replace("uninterrupted,", "in one run,").replace("restarted", "in the other")
-        return said, diagnosis.cause_in_fresh_run(fresh, first)
-    rank = found[0].rank
-    of_rank = [difference for difference in found if difference.rank == rank]
-    first = diagnosis.first(of_rank, expected[rank])
-    return str(first), diagnosis.cause_after_restart(of_rank, first, expected[rank], resumed)
+    if fresh := _differences(expected, again[0].traces(), plan.atol):
+        first = diagnosis.first(fresh, expected)
+        return diagnosis.said_of_fresh_runs(first), diagnosis.cause_in_fresh_run(fresh, first)
+    first = diagnosis.first(found, expected)
+    if first.kind == "value" and first.start == 0:
+        return diagnosis.said_of_fresh_runs(first), diagnosis.cause_in_fresh_run(found, first)
+    return diagnosis.said(first), diagnosis.cause_after_restart(found, first, expected, resumed)
 
 
 def _outcome(plan: Drill, reference: _Run, trials: Sequence[Trial]) -> Outcome:
@@ -233,29 +308,27 @@ def _outcome(plan: Drill, reference: _Run, trials: Sequence[Trial]) -> Outcome:
     validations = kinds.count("validation")
     return Outcome(
         plan.command, batches, max(1, len(traces)), validations, tuple(trials),
-        tuple(_not_covered(plan, reference, trials, validations)),
+        tuple(dict.fromkeys(_not_covered(plan, reference, trials, validations))),
     )  # fmt: skip
 
 
 def _not_covered(plan: Drill, reference: _Run, trials: Sequence[Trial], validations: int) -> Iterable[str]:
-    lines = reference.lines(0)
-    if not plan.sweep:
-        places = ", ".join(trial.kill_at for trial in trials)
+    if all(trial.resumed_batch is None for trial in trials):
+        yield "restarts from a checkpoint: none began with one"
+    places = ", ".join(place(trial.kill_at) for trial in trials if trial.kill_at is not None)
+    if places and not plan.sweep:
         yield f"kills at other places than {places} (--sweep: every event of a save)"
     if plan.steps is not None:
         yield f"what happens after {plan.steps} steps"
+    if plan.atol is not None:
+        yield f"differences up to {plan.atol:g}; of each tensor only its mean, extremes, first and last were compared"
     if not validations:
         yield "validations: none was run"
+    lines = reference.lines(0)
     facts: dict[str, Any] = next((line["fact"] for line in lines if "fact" in line), {})
-    if facts.get("world_size", 1) == 1:
-        yield "several ranks"
+    yield "several ranks" if facts.get("world_size", 1) == 1 else "several machines"
     if facts.get("accelerator") == "CPUAccelerator":
         yield "kernels of an accelerator"
-    yield "the directory or store itself: the drill's checkpoints were on a local disk"
+    yield "the directory or store itself: the checkpoints were on a local disk"
     yield "files that the script writes by itself, and what loggers keep"
     yield from (line["note"] for line in lines if "note" in line)
-
-
-def clean(scratch: Path) -> None:
-    """Nothing of the drill is left."""
-    shutil.rmtree(scratch, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -17,7 +18,7 @@ class Verdict(str, Enum):
     SILENT_DIVERGENCE = "SILENT DIVERGENCE"
     """The restarted run went on, with other numbers than the uninterrupted one."""
     HARD_FAILURE = "HARD FAILURE"
-    """A run ended with an error, hung, or never came to where it was to be killed."""
+    """A run ended with an error, hung, or was never killed; or there was nothing to restart from."""
 
     @property
     def rank(self) -> int:
@@ -29,19 +30,35 @@ class Verdict(str, Enum):
 class Trial:
     """One kill and one restart."""
 
-    kill_at: str
-    """The batch number or event at which the run was killed."""
+    kill_at: str | None
+    """The batch or event at which the run was to be killed; None if it did not come to that."""
     verdict: Verdict
     reason: str = ""
     """One sentence; empty if all is well."""
     cause: str = ""
     """What is likely behind it, in one sentence."""
+    output: str = ""
+    """The end of what the failed run printed."""
     resumed_batch: int | None = None
     """How many batches were trained where the restart went on; None if it began again, or nobody knows."""
     durable_batch: int | None = None
-    """Where the newest checkpoint stood that was durable at the kill."""
+    """Where the newest checkpoint stood that was durable at the kill; None: there was none."""
     replayed: int = 0
     """Batches trained a second time, over all ranks."""
+
+    def text(self) -> Iterator[str]:
+        """Lines for people; the first has the verdict."""
+        where = "before anything was killed" if self.kill_at is None else f"killed at {place(self.kill_at)}"
+        went_on = "" if self.resumed_batch is None else f", went on after batch {self.resumed_batch}"
+        twice = f", {self.replayed} trained twice" if self.replayed else ""
+        yield f"{self.verdict.value}: {where}{went_on}{twice}"
+        if self.reason:
+            yield f"  {self.reason}"
+        if self.cause:
+            yield f"  Likely: {self.cause}"
+        if self.output:
+            yield "  The end of its output:"
+            yield from (f"  | {line}" for line in self.output.splitlines())
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class Outcome:
     """Validated batches of the uninterrupted run, over all ranks."""
     trials: tuple[Trial, ...]
     not_covered: tuple[str, ...] = field(default=())
-    """What the drill says nothing about, one sentence each."""
+    """What the drill says nothing about, a few words each."""
 
     @property
     def verdict(self) -> Verdict:
@@ -74,3 +91,13 @@ class Outcome:
             "trials": [{**vars(trial), "verdict": trial.verdict.value} for trial in self.trials],
             "not_covered": list(self.not_covered),
         }
+
+    def summary(self) -> str:
+        """What was compared, in a line."""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"{self.batches} batches, {self.validations} validation batches, {ranks}"
+
+
+def place(kill_at: str) -> str:
+    """A kill point in words."""
+    return f"batch {kill_at}" if kill_at[0].isdecimal() else kill_at

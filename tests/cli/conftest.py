@@ -50,12 +50,12 @@ def environment(**values: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **values}
 
 
-def program(*args: Any, **kwargs: Any) -> Answer:
+def program(*args: Any, timeout: float = 120, **kwargs: Any) -> Answer:
     """`python -m lightning_ft` in a process of its own."""
     command = [sys.executable, "-m", "lightning_ft", *map(str, args)]
     run = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env=environment(), stdin=subprocess.DEVNULL,
-        **kwargs,
+        command, capture_output=True, text=True, check=False, timeout=timeout, env=environment(),
+        stdin=subprocess.DEVNULL, **kwargs,
     )  # fmt: skip
     return Answer(run.returncode, run.stdout, run.stderr)
 

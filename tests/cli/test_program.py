@@ -83,7 +83,8 @@ def test_exit_codes_agree() -> None:
     )  # fmt: skip
     said = dict(re.findall(r"^ +(\d+) +(\S.*)$", program("--help").out, re.MULTILINE))
     assert {int(code) for code in said} == set(map(int, Code))
-    table = dict(re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    section = (ROOT / "README.md").read_text().partition("## On the command line")[2].partition("\n## ")[0]
+    table = dict(re.findall(r"^\| (\d+) \| (.+) \|$", section, re.MULTILINE))
     assert {int(code) for code in table} == set(map(int, Code))
 
 
@@ -96,8 +97,8 @@ def test_help_is_a_manual_page(ft: Ft, command: str) -> None:
         f"lightning-ft {command} ",
         "Exit code:",
         "JSON:",
-        "--storage-option",
         "--json",
+        *([] if command == "drill" else ["--storage-option"]),  # which starts a script, and reads no URL
     ):
         assert part in text
     assert max(map(len, text.split("\n"))) <= 82

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 from mfusepy import FUSE, FuseOSError, Operations
@@ -38,17 +39,27 @@ class Rules:
     def apply(self, op: str, path: str) -> int | None:
         """Raises the error of the rule that acts, or returns how many bytes are to be taken; None: all."""
         with self._lock:
-            self._read()
-            for number, rule in enumerate(self._rules):
-                if rule["op"] != op or not fnmatch.fnmatch(path, rule.get("path", "*")):
-                    continue
-                self._hits[number] += 1
-                first = rule.get("after", 0)
-                if not first < self._hits[number] <= first + rule.get("times", sys.maxsize):
-                    continue
-                if "errno" in rule:
-                    raise FuseOSError(rule["errno"])
-                return int(rule["short"])
+            rule = self._acting(op, path)
+        if rule is None:
+            return None
+        if "errno" in rule:
+            raise FuseOSError(rule["errno"])
+        if "while" in rule:  # there is this file
+            while os.path.exists(rule["while"]):
+                time.sleep(0.02)
+            return None
+        return int(rule["short"])
+
+    def _acting(self, op: str, path: str) -> dict[str, Any] | None:
+        self._read()
+        for number, rule in enumerate(self._rules):
+            if rule["op"] != op or not fnmatch.fnmatch(path, rule.get("path", "*")):
+                continue
+            self._hits[number] += 1
+            first = rule.get("after", 0)
+            if not first < self._hits[number] <= first + rule.get("times", sys.maxsize):
+                continue
+            return rule
         return None
 
     def _read(self) -> None:

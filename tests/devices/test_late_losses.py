@@ -22,6 +22,7 @@ from tests.devices import fakeacc, fits
 from tests.devices.fakeacc import on_fakeacc
 
 STEPS = 12
+add = LateLosses.add
 PLACE = Seen(1, 1, range(1, 2), 0, ())
 
 
@@ -144,8 +145,19 @@ def test_it_stops_a_step_late_and_goes_back_to_what_is_finite(tmp_path: Path) ->
 @pytest.mark.parametrize("bad", [4, 5])
 @on_fakeacc
 def test_a_save_waits_for_the_losses_up_to_it(tmp_path: Path, bad: int) -> None:
-    # The loss of the very step that is saved (4) is not finite; or that of the step after (5).
-    _, error = train(tmp_path, ft.DivergenceGuard(), Net(bad, factor=math.inf), every=2)
+    # The loss of the very step that is saved (4) is not finite; or that of the step after (5). None arrives by itself.
+    arrived, wait = LateLosses.arrived, LateLosses.wait
+    waited: set[LateLosses] = set()
+
+    def wait_(late: LateLosses) -> None:
+        waited.add(late)
+        wait(late)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateLosses, "wait", wait_)
+        patch.setattr(LateLosses, "arrived", lambda late: arrived(late) if late in waited else iter(()))
+        patch.setattr(LateLosses, "add", lambda late, *args: (waited.discard(late), add(late, *args)))
+        _, error = train(tmp_path, ft.DivergenceGuard(), Net(bad, factor=math.inf), every=2)
     assert error is not None
     assert error.batch == bad
     found = [info for info in ft.list_checkpoints(tmp_path) if info.name.startswith("step=")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,7 @@ class NoSpace(s.Net):
 
 def start(root: Path, make_model: Any, make_trainer: Any = every_step) -> list[str]:
     """The errors of two ranks that have ended by themselves."""
-    run = testing._Run(
-        make_trainer, make_model, s.shuffled, str(root / "checkpoints"), str(root / "0"), 12, None, 2,
-        testing._free_port(), multiprocessing.get_start_method(),
-    )  # fmt: skip
+    run = _run(root, 0, make_model, make_trainer)
     root.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=testing._train, args=(run, rank)) for rank in range(2)]
@@ -68,14 +66,30 @@ def start(root: Path, make_model: Any, make_trainer: Any = every_step) -> list[s
     return [Path(f"{run.trace}.rank{rank}.error").read_text() for rank in range(2)]
 
 
+def _run(root: Path, number: int, make_model: Any, make_trainer: Any) -> testing._Run:
+    return testing._Run(
+        make_trainer, make_model, s.shuffled, str(root / "checkpoints"), str(root / f"{number}"), 12, None, 2,
+        testing._free_port(), multiprocessing.get_start_method(),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_j1_one_rank_raises(rank: int, tmp_path: Path) -> None:
-    errors = start(tmp_path, partial(Raises, rank))
+    root = tmp_path / "restarted"
+    errors = start(root, partial(Raises, rank))
     assert f"ZeroDivisionError: on rank {rank}" in errors[rank]
-    good = ft.last_good(str(tmp_path / "checkpoints"))
+    assert f"PeerLostError: rank {rank} failed: ZeroDivisionError: on rank {rank}" in errors[1 - rank]
+    good = ft.last_good(str(root / "checkpoints"))
     assert good is not None
     assert good.manifest is not None
     assert good.manifest.step == 3
+    # J2: the restart begins with the batch that failed, and is exact.
+    whole = tmp_path / "uninterrupted"
+    whole.mkdir()
+    testing._start(_run(whole, 0, s.Net, every_step), timedelta(seconds=ENDS_WITHIN_SECS))
+    testing._start(_run(root, 1, s.Net, every_step), timedelta(seconds=ENDS_WITHIN_SECS))
+    replayed = [testing._compare(testing._read(whole, r), testing._read(root, r), r) for r in range(2)]
+    assert replayed == [0, 0]
 
 
 def test_f2_a_failed_save_is_known_to_both_ranks_at_the_next_step(tmp_path: Path) -> None:

@@ -235,6 +235,6 @@ def test_all_ranks_leave_a_validation(by: int, seen: list[dict[str, Any]]) -> No
 def test_the_sanity_check_is_left(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         decided, validated, step = rank["sanity"]
-        assert decided == [1]
-        assert [v for v in validated if v[0] == 0] == [(0, 0), (0, 1)]
-        assert step == 1
+        assert decided == [0]
+        assert validated == [(0, 0), (0, 1)]
+        assert step == 0

@@ -113,6 +113,8 @@ class Net(L.LightningModule):
         if FAULT == "buffer that is not saved":
             self.level += 0.1
         loss = (self.layer(batch) * self.scale + self.level).pow(2).mean()
+        if FAULT == "kernel that is not deterministic" and self.trainer.global_step == 12:
+            loss = loss * (1 + noise_of_a_thread() / 2**20)
         self.total += float(loss)
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss

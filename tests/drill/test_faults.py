@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Answer, program
+from lightning_ft.drill.verdict import Outcome, Verdict
+from tests.drill import forked
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 
@@ -17,11 +15,12 @@ DIVERGES = "SILENT DIVERGENCE"
 # Fault: verdict, where the first difference is, and words of the cause.
 FAULTS: dict[str, tuple[str, str, str]] = {
     "augmentation in a thread": (DIVERGES, "step 1: batch", "two uninterrupted runs are not equal either: the order"),
-    "not seeded": (DIVERGES, "step 1: batch", "two uninterrupted runs are not equal either"),
+    "kernel that is not deterministic": (DIVERGES, "step 13: output", "the same batch gave another result: a kernel"),
+    "not seeded": (DIVERGES, "step 1: random state", "runs are not equal either: random numbers are not seeded"),
     "generator of its own": (DIVERGES, "FIRST: batch", "random numbers that are not restored"),
     "loader position lost": (DIVERGES, "FIRST: batch", "the loader has lost its position: batch 1 of"),
     "optimizer state dropped": (DIVERGES, "FIRST: weights", "the state of the optimizer was dropped"),
-    "scheduler state dropped": (DIVERGES, "learning rates", "the learning rate scheduler was not restored"),
+    "scheduler state dropped": (DIVERGES, "FIRST: scheduler state", "the learning rate scheduler was not restored"),
     "draws after the restart": (DIVERGES, "FIRST: output", "something draws random numbers"),
     "state outside of state_dict": (DIVERGES, "FIRST: output", "the module has state outside of its state_dict"),
     "buffer that is not saved": (DIVERGES, "FIRST: output", "weights or buffers were not restored"),
@@ -30,47 +29,40 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "metric of its own": (DIVERGES, ": metrics differs", "a metric is not restored"),
     "unfrozen in a hook": (DIVERGES, "FIRST: requires_grad", "which parameters are frozen"),
     "no ckpt_path": ("LOST WORK", "from the beginning", 'not given ckpt_path="last"'),
-    "crash after the restart": ("HARD FAILURE", "the restart failed: it ended with exit code 1", "cannot go on"),
+    "crash after the restart": ("HARD FAILURE", "the restart ended with exit code 1", ""),
 }
 
 
-def drilled(fault: str, tmp_path: Path, *options: str) -> Answer:
+def drilled(fault: str, tmp_path: Path) -> Outcome:
     dirpath = tmp_path / "users own"
-    answer = program("drill", "--json", *options, "--", sys.executable, SCRIPT, fault, dirpath)
+    outcome = forked.drill(SCRIPT, fault, dirpath, scratch=tmp_path / "scratch")
     assert not dirpath.exists()  # nothing of the user's is touched
-    return answer
-
-
-def trial_of(answer: Answer) -> dict[str, Any]:
-    (trial,) = json.loads(answer.out)["trials"]
-    return dict(trial)
+    return outcome
 
 
 def test_a_sound_script_passes(tmp_path: Path) -> None:
-    answer = drilled("none", tmp_path, "--kill-at-step", "10")
-    assert answer.code == 0, answer.out
-    trial = trial_of(answer)
-    assert trial["verdict"] == "PASS"
-    assert trial["durable_batch"] == trial["resumed_batch"] in (4, 8)  # that of batch 8 may have been on its way
-    assert trial["replayed"] == 10 - trial["resumed_batch"]
-    document = json.loads(answer.out)
-    assert (document["batches"], document["validations"], document["world_size"]) == (16, 4, 1)
-    assert "several ranks" in document["not_covered"]
+    outcome = drilled("none", tmp_path)
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.reason, trial.cause) == (Verdict.PASS, "", "")
+    assert (outcome.batches, outcome.validations, outcome.world_size) == (16, 4, 1)
+    assert trial.kill_at == "9"  # in the middle
+    assert trial.durable_batch == trial.resumed_batch in (4, 8)  # that of batch 8 may have been on its way
+    assert "several ranks" in outcome.not_covered
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ("augmentation in a thread", "loader position lost", "optimizer state dropped", "validation skipped")
+
+
+@pytest.mark.parametrize(
+    "fault", [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS]
+)
 def test_a_planted_fault_is_found_and_named(fault: str, tmp_path: Path) -> None:
     verdict, reason, cause = FAULTS[fault]
-    answer = drilled(fault, tmp_path, "--kill-at-step", "10")
-    trial = trial_of(answer)
-    assert (answer.code, trial["verdict"]) == (1, verdict), answer.out
+    outcome = drilled(fault, tmp_path)
+    (trial,) = outcome.trials
+    assert (outcome.verdict.value, trial.kill_at) == (verdict, "9"), trial
     # The save of step 8 is durable at the kill, or still on its way.
-    first = (trial["resumed_batch"] or 0) + 1
-    assert reason.replace("FIRST", f"step {first}") in trial["reason"]
-    assert cause in trial["cause"]
-
-
-def test_state_that_is_not_saved_is_found(tmp_path: Path) -> None:
-    trial = trial_of(drilled("state outside of state_dict", tmp_path, "--kill-at-step", "10"))
-    assert (trial["verdict"], "outside of its state_dict" in trial["cause"]) == (DIVERGES, True)
+    first = (trial.resumed_batch or 0) + 1
+    assert reason.replace("FIRST", f"step {first}") in trial.reason
+    assert cause in trial.cause
+    assert ("RuntimeError: cannot go on" in trial.output) == (verdict == "HARD FAILURE")

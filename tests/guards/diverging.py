@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
+from torchmetrics import MeanMetric
 
 import lightning_ft as ft
 from tests.trainer import cases as c
@@ -41,6 +42,7 @@ class Net(L.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(s.FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
         )
+        self.mean = MeanMetric()
         self.bad, self.at, self.factor, self.rank, self.through = set(bad), at, factor, rank, through
         self.trained: list[list[int]] = []
 
@@ -58,12 +60,26 @@ class Net(L.LightningModule):
         if self.is_bad(batch) and self.through == "loss":
             loss = loss * self.factor
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+        self.mean(loss.detach() if bool(torch.isfinite(loss)) else 1e6)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
         return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Plateau(Net):
+    """A scheduler that looks at the loss after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=1, threshold=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "loss_step", "strict": False},
+        }
 
 
 class Gan(s.Gan):
@@ -137,5 +153,6 @@ def end_of(model: L.LightningModule, trainer: L.Trainer) -> dict[str, Any]:
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "steps": trainer.global_step,
         "random": torch.random.get_rng_state(),
-        "metrics": {k: v for k, v in trainer.callback_metrics.items() if k.endswith("_epoch")},
+        "logged step": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "metrics": {k: v for k, v in trainer.callback_metrics.items() if k.endswith("_epoch") or k == "mean"},
     }

@@ -8,6 +8,7 @@ what all of it did is compared with the run that nobody has interrupted.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -68,8 +69,12 @@ class Tell(Callback):
             os.replace(half, self.path)
 
 
-def train(rank: Rank, place: str, name: str, max_steps: int, make_model: Callable[[], Any], kwargs: Any) -> list[Ended]:
+def train(
+    rank: Rank, place: str, name: str, max_steps: int, make_model: Callable[[], Any], workers: int, kwargs: Any
+) -> list[Ended]:
     """The run `name` to its end, started as often as it takes. What each start did is in `place`, in one trace."""
+    # Loader workers start as under `python train.py`, not as this process was started.
+    multiprocessing.set_start_method("fork", force=True)
     dirpath = f"{place}/{name}/checkpoints"
     ended: list[Ended] = []
     while True:
@@ -81,7 +86,7 @@ def train(rank: Rank, place: str, name: str, max_steps: int, make_model: Callabl
         trainer.callbacks[:0] = [Recorder(f"{place}/{name}/{len(ended)}.rank{rank.number}.jsonl"), tell]
         code = None
         try:
-            trainer.fit(make_model(), *s.shuffled(), ckpt_path="last")
+            trainer.fit(make_model(), *s.shuffled(workers), ckpt_path="last")
         except SystemExit as left:
             code = left.code
         batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
@@ -97,15 +102,18 @@ def _at(dirpath: str, step: int) -> tuple[str, ...]:
 
 
 Pattern = tuple[tuple[int, int], ...]
-"""Which rank gets which signal, in this order."""
+"""Which rank gets which signal, in this order; a negative number goes to all children of the rank, too."""
 
 
 def patterns(world_size: int) -> list[Pattern]:
-    """To one rank, to all, twice, two signals."""
-    term, early = signal.SIGTERM, signal.SIGUSR1
+    """To one rank, to all, twice, two signals, to a whole process group, after a save on demand."""
+    term, early, save = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
     each = [((rank, number),) for rank in range(world_size) for number in (term, early)]
     everyone = tuple((rank, term) for rank in range(world_size))
-    return [*each, everyone, everyone[::-1], everyone * 2, ((0, term), (0, term)), ((0, early), (world_size - 1, term))]
+    group = tuple((rank, -term) for rank in range(world_size))
+    last = world_size - 1
+    mixed: list[Pattern] = [((0, term), (0, term)), ((0, early), (last, term)), ((last, save), (0, term))]
+    return [*each, *mixed, group, ((last, -early),), everyone, everyone[::-1], everyone * 2]
 
 
 class Signaller:
@@ -131,7 +139,8 @@ class Signaller:
             time.sleep(self._random.uniform(0, self._within_secs))  # the random moment itself
             pattern = self._random.choice(patterns(self._world_size))
             for rank, number in pattern:
-                os.kill(pids[rank], number)
+                for pid in [*(_children(pids[rank]) if number < 0 else ()), pids[rank]]:
+                    os.kill(pid, abs(number))
             self.sent.append((pattern, training))
 
     def _await(self, fit: int, training: bool) -> list[int] | None:
@@ -160,6 +169,10 @@ class Signaller:
             thread.join()
 
 
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def interrupted_equals_uninterrupted(
     place: Path,
     *,
@@ -169,6 +182,7 @@ def interrupted_equals_uninterrupted(
     within_secs: float,
     make_model: Callable[[], Any] = s.Net,
     world_size: int = 2,
+    workers: int = 0,
     run_within_secs: float = 280,
     **kwargs: Any,
 ) -> list[list[Ended]]:
@@ -185,7 +199,7 @@ def interrupted_equals_uninterrupted(
 
     def run(name: str) -> list[list[Ended]]:
         return ranks.values(
-            train, place / f"{name}-ranks", str(place), name, max_steps, make_model, kwargs,
+            train, place / f"{name}-ranks", str(place), name, max_steps, make_model, workers, kwargs,
             world_size=world_size, within_secs=run_within_secs,
         )  # fmt: skip
 

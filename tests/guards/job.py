@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
     kwargs |= {"max_epochs": -1, "max_steps": arguments.steps, "val_check_interval": 20, "default_root_dir": str(place)}
     kwargs |= {"check_val_every_n_epoch": None}
     if arguments.plain:
-        trainer = s.plain_trainer(str(place / "checkpoints"), callbacks=(), **kwargs)
+        trainer = s.plain_trainer(str(place / "checkpoints"), every=10**6, **kwargs)
     else:
         trainer = s.trainer(str(place / "checkpoints"), every=2, ft_args={"guards": [guard]}, **kwargs)
     run = place / arguments.run_name

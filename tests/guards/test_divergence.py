@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 import lightning_ft as ft
@@ -147,6 +148,22 @@ def test_a_finite_loss_that_makes_weights_that_are_not_finite(tmp_path: Path) ->
     assert names(tmp_path) == ["diverged-step=00000006.ckpt", "step=00000005.ckpt"]
 
 
+class Thousands(d.Net):
+    """The loss is 2000."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 2000 + 0 * super().training_step(batch, batch_idx)
+
+
+def test_a_limit_is_one_of_the_loss_of_a_batch_however_many_are_accumulated(tmp_path: Path) -> None:
+    for accumulated in (1, 4):
+        for limit, badly in ((1900, True), (2100, False)):
+            guard = ft.DivergenceGuard(max_loss=limit)
+            root = tmp_path / f"{accumulated}-{limit}"
+            error = d.fit(root, guard, Thousands(), max_epochs=1, accumulate_grad_batches=accumulated)[2]
+            assert (error is not None) is badly
+
+
 def test_max_loss_and_spikes(tmp_path: Path) -> None:
     _, _, error = d.fit(tmp_path / "max", ft.DivergenceGuard(max_loss=1e3), d.Net(BAD, factor=1e6))
     assert error is not None
@@ -177,16 +194,16 @@ def scaler(**kwargs: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", **kwargs))
 
 
-class Half(d.Net):
-    """Gradients overflow under a scale that is too large; the loss itself is a half, and so would its scaled self."""
+class Huge(d.Net):
+    """The loss is finite; multiplied by the scale at the beginning, it is not, and its gradients are not."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx).half()
+        return 1e32 * super().training_step(batch, batch_idx).float()
 
 
 def test_steps_left_out_by_a_scaler_are_no_divergence(tmp_path: Path) -> None:
     precision = scaler(init_scale=2.0**24, growth_interval=100)
-    _, _, error = d.fit(tmp_path, STOP, Half(), plugins=[precision, ft.FaultTolerantCheckpointIO()])
+    _, _, error = d.fit(tmp_path, STOP, Huge(), plugins=[precision, ft.FaultTolerantCheckpointIO()])
     assert error is None
     assert precision.scaler is not None
     assert precision.scaler.get_scale() < 2.0**24  # it did leave out some
@@ -213,17 +230,45 @@ def ends_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("kind", [d.Net, d.Plateau])
 def test_a_run_that_goes_back_equals_one_whose_data_never_had_the_batch(
-    tmp_path: Path, every: int, workers: int
+    tmp_path: Path, kind: Any, every: int, workers: int
 ) -> None:
     model, trainer, error = d.fit(
-        tmp_path / "back", BACK, d.Net(BAD), d.data(workers=workers), ft_args={"every_n_train_steps": every}
+        tmp_path / "back", BACK, kind(BAD), d.data(workers=workers), ft_args={"every_n_train_steps": every}
     )
     assert error is None
-    without, other, _ = d.fit(tmp_path / "without", None, d.Net(), d.data(BAD, workers=workers))
+    without, other, _ = d.fit(tmp_path / "without", None, kind(), d.data(BAD, workers=workers))
     ends_alike(d.end_of(model, trainer), d.end_of(without, other))
     assert [batch for batch in without.trained if BAD in batch] == []
     assert sum(BAD in batch for batch in model.trained) == 2  # once per epoch, for the loss that was bad
+
+
+def test_it_goes_back_over_the_beginning_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing of what the epoch had logged and counted so far is left in its means.
+    epochs = {"every_n_train_steps": None, "every_n_epochs": 1}
+    ran = d.fit(tmp_path / "back", BACK, d.Net(at=(12,)), ft_args=epochs)
+    monkeypatch.setenv(VARIABLE, "12")
+    asked = d.fit(tmp_path / "asked", None, d.Net(), ft_args=epochs)
+    assert ran[2] is None
+    ends_alike(d.end_of(*ran[:2]), d.end_of(*asked[:2]))
+
+
+def test_what_is_trained_after_going_back_supersedes_what_was_before(tmp_path: Path) -> None:
+    once = d.Net(at=(4, 5, 6))
+    is_bad, seen = once.is_bad, []
+
+    def bad_the_first_time(batch: Any) -> bool:
+        number = once.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        seen.append(number)
+        return is_bad(batch) and seen.count(number) == 2  # it is asked twice about a batch
+
+    once.is_bad = bad_the_first_time  # type: ignore[method-assign]
+    guard = ft.DivergenceGuard(action="rollback", offending="retry", patience=2)
+    assert d.fit(tmp_path, guard, once, ft_args={"every_n_train_steps": 1, "keep_last": -1})[2] is None
+    lines = {(i.manifest.start, i.manifest.batch) for i in ft.list_checkpoints(tmp_path) if i.manifest is not None}
+    assert {(1, 4), (1, 5), (2, 4), (2, 5), (2, 6)} <= lines
+    assert not {(2, 3), (1, 6)} & lines
 
 
 class Noisy(s.Net):
@@ -408,6 +453,34 @@ back = partial(d.trainer, guard=BACK)
 @pytest.mark.parametrize("kill_at", [BAD_BATCH - 1, BAD_BATCH + 1, BAD_BATCH + 5, "Renamed:3"])
 def test_killed_after_a_rollback_the_restart_is_exact(tmp_path: Path, kill_at: Any) -> None:
     assert_resume_exact(back, partial(d.Net, BAD), d.data, kill_at=kill_at, root=tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kill_at", ["5@0", "7@1"])
+def test_two_ranks_killed_after_a_rollback_restart_exact(tmp_path: Path, kill_at: str) -> None:
+    make_trainer = partial(d.trainer, guard=BACK, strategy="ddp", devices=2)
+    make_model = partial(d.Net, at=(4,), rank=1)
+    assert_resume_exact(make_trainer, make_model, d.data, kill_at=kill_at, root=tmp_path, world_size=2)
+
+
+def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ft.ConfigurationError, match="more than one DivergenceGuard"):
+        d.fit(tmp_path, None, d.Net(), ft_args={"guards": [STOP, BACK]})
+    with pytest.raises(ft.ConfigurationError, match="FaultTolerantCheckpointIO"):
+        d.fit(tmp_path, BACK, d.Net(), plugins=[OtherIO()])
+    with pytest.raises(ft.ConfigurationError, match="dataloader_iter"):
+        d.fit(tmp_path, BACK, TakesIterator())
+
+
+class OtherIO(TorchCheckpointIO):
+    pass
+
+
+class TakesIterator(d.Net):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
 
 
 # -- patience, warn ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -26,7 +27,11 @@ from torch import Tensor
 
 import lightning_ft as ft
 from lightning_ft import _signals, _slurm, exit_codes
+from lightning_ft._dist import Ranks
+from lightning_ft._preemption import Preemption
+from lightning_ft._watch import Request
 from lightning_ft.manifest import Manifest
+from lightning_ft.state import Progress
 from lightning_ft.storage import Storage
 from tests.trainer import runs as r
 from tests.trainer import scenarios as s
@@ -524,6 +529,31 @@ def test_j5_the_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert r.good(tmp_path) == []
 
 
+def test_j5_the_second_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ft._preemption._AT_ONCE_SECS", 0.1)
+    stands, go_on = threading.Event(), threading.Event()
+    plugin, writers = ft.FaultTolerantCheckpointIO(), []
+
+    def slow(event: ft.events.Event) -> None:
+        if isinstance(event, ft.events.DataWritten):
+            stands.set()
+            assert go_on.wait(r.WAIT_SECS)
+
+    def twice() -> None:
+        assert stands.wait(r.WAIT_SECS)
+        writers.append(plugin.writer)
+        me(signal.SIGINT)
+        me(signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    ours = callback(tmp_path, every_n_train_steps=1)
+    with r.observing(slow), pytest.raises(SystemExit, match="1"):
+        r.fit(r.trainer(At("on_train_batch_start", twice, n=2), ours, max_epochs=1, plugins=[plugin]))
+    signal.signal(signal.SIGINT, handler)
+    go_on.set()  # a process would be gone by now
+    writers[0].close()
+
+
 def test_j5_at_a_prompt_the_first_ctrl_c_saves_and_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     trainer = r.trainer(At("on_train_batch_start", lambda: me(signal.SIGINT), n=3), callback(tmp_path), max_epochs=2)
@@ -732,3 +762,26 @@ def test_a_whole_fit_in_another_thread(tmp_path: Path) -> None:
     for number in guard.numbers:  # it cannot give them back there, but takes no notice of them any more
         assert not _signals._asked_for(number)
         signal.signal(number, signal.SIG_DFL)
+
+
+def test_what_was_asked_for_before_the_fit_went_back_is_asked_for_again(tmp_path: Path) -> None:
+    """A guard that returns to an older checkpoint, while an accumulation holds up the end, forgets what was asked."""
+    trainer = r.trainer()
+    trainer.strategy.connect(r.Line())
+    heeded: list[Request | None] = [None]
+    fit: Any = SimpleNamespace(
+        trainer=trainer, ranks=Ranks(), dirpath=str(tmp_path), plugin=None, stop=lambda: heeded[0], local_dirpath=None
+    )
+    watch = Preemption(ft.PreemptionGuard(), fit)
+    try:
+        watch.open()
+        me()
+        at = Progress(step=3, batch=3, epochs=0, last_batch=False, epoch_over=False)
+        heeded[0] = watch.decide(watch.ballot(), at)
+        assert heeded[0] is not None
+        assert watch.decide(watch.ballot(), at) is None
+        heeded[0] = None
+        assert watch.decide(watch.ballot(), at) is not None
+    finally:
+        watch.close()
+        watch.leave(75)

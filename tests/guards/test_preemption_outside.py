@@ -94,8 +94,9 @@ def test_i1_a_signal_to_the_process_that_was_started_stops_both_ranks(start: Sta
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_i1_a_signal_to_the_whole_group_with_loader_workers_and_an_exact_restart(start: Start, tmp_path: Path) -> None:
-    arguments = ("--devices", "2", "--workers", "2", "--steps", "120")
-    assert start(*arguments, "--run-name", "uninterrupted", place="whole").ended() == 0
+    arguments = ("--devices", "2", "--workers", "1", "--steps", "60")
+    whole = start(*arguments, "--run-name", "uninterrupted", place="whole")
+    assert whole.ended() == 0, whole.text
     for _ in range(2):
         job = start(*arguments)
         job.await_file("trains1")
@@ -128,15 +129,14 @@ def test_i1_ranks_that_are_spawned_hear_of_a_signal_to_their_parent(start: Start
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_i1_plain_lightning_hangs_or_loses_the_run(start: Start) -> None:
-    """What the cases are about: both ranks are signalled at once, and its handlers wait for each other."""
+    """What the case is about: both ranks are signalled at once, and its handlers wait for each other."""
     job = start("--devices", "2", "--plain")
     pids = [job.await_file(f"trains{rank}") for rank in range(2)]
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    try:
-        assert job.process.wait(30) != 75
-    except subprocess.TimeoutExpired:
-        return
+    with suppress(subprocess.TimeoutExpired):
+        job.process.wait(30)
+    assert not list((job.place / "checkpoints").glob("*.ckpt"))
 
 
 def test_i_pid1_a_signal_while_it_imports_is_not_lost(start: Start) -> None:

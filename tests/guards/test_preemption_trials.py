@@ -12,10 +12,13 @@ pytestmark = pytest.mark.distributed
 
 
 def test_i1_ten_signals_at_random_moments(tmp_path: Path) -> None:
-    interrupted_equals_uninterrupted(tmp_path, trials=10, max_steps=160, seed=1, within_secs=0.1)
+    interrupted_equals_uninterrupted(tmp_path, trials=10, max_steps=160, seed=1, within_secs=0.1, workers=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_i1_a_hundred_signals_at_random_moments(tmp_path: Path) -> None:
-    interrupted_equals_uninterrupted(tmp_path, trials=100, max_steps=1500, seed=2, within_secs=0.1, run_within_secs=800)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_i1_a_hundred_signals_at_random_moments(tmp_path: Path, workers: int) -> None:
+    interrupted_equals_uninterrupted(
+        tmp_path, trials=100, max_steps=1500, seed=2, within_secs=0.1, workers=workers, run_within_secs=800
+    )

@@ -75,15 +75,16 @@ def it_becomes_another_program() -> None:
 def workers_live_on() -> None:
     for _ in range(2):
         if os.fork() == 0:
-            time.sleep(FOREVER)
+            time.sleep(20)
+            os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def workers_hang_too() -> None:
     for _ in range(2):
         if os.fork() == 0:
-            while True:
-                time.sleep(FOREVER)
+            time.sleep(60)
+            os._exit(0)
     the_lock_is_never_released()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 
 import pytest
 
+from lightning_ft._watcher import peers
 from lightning_ft._watcher.page import Phase
 from lightning_ft._watcher.report import Status, late, verdict
 
@@ -50,3 +52,31 @@ def test_one_rank_alone_is_not_late() -> None:
 
 def test_a_status_travels() -> None:
     assert Status.from_message(ONE.to_message()) == ONE
+
+
+def test_where_rank_zeros_watcher_listens() -> None:
+    """By the text of the name: one's own name is often an address of the loopback, where no other machine gets to."""
+    for host, everywhere in (("localhost", False), ("127.0.0.1", False), (socket.gethostname(), True)):
+        with peers.listen(host) as listener:
+            assert (listener.getsockname()[0] in ("::", "0.0.0.0")) is everywhere  # noqa: S104
+            port = listener.getsockname()[1]
+            there = peers.connect("127.0.0.1", port, {"rank": 1, "token": "secret"})
+            assert there is not None
+            accepted, _ = listener.accept()
+            here = peers.Connection(accepted)
+            assert here.receive() == [{"kind": "hello", "rank": 1, "token": "secret"}]
+            there.close()
+            assert here.receive() == []
+            assert not here.open
+            here.close()
+
+
+def test_whoever_talks_something_else_is_not_listened_to() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connection = peers.Connection.__new__(peers.Connection)
+        connection.socket, connection.rank, connection.open, connection._received = ours, None, True, b""
+        theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert connection.receive() == []
+        assert not connection.open
+        connection.close()

@@ -300,7 +300,7 @@ def test_d8_last_from(kind: str, memory: str, tmp_path: Path, monkeypatch: pytes
 def test_d9_the_newest_is_a_file_of_its_own(tmp_path: Path) -> None:
     runs.first_run(tmp_path)
     assert not [entry for entry in os.scandir(tmp_path) if entry.is_symlink()]
-    assert set(os.listdir(tmp_path)) == {".lightning_ft.lock", *runs.names(tmp_path)}
+    assert set(os.listdir(tmp_path)) == {".lightning_ft.lock", "ft_events", *runs.names(tmp_path)}
 
 
 @pytest.mark.parametrize("link", ["itself", "the oldest", "nowhere"])

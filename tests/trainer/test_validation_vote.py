@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
 from lightning_ft import _guarding, _validation
-from lightning_ft._watch import Fit, Request, Watch, Watches
+from lightning_ft._watch import Request, Watch, Watches
 from lightning_ft.state import Progress
 from tests.trainer import runs
 from tests.trainer import scenarios as s
@@ -38,7 +41,8 @@ class Asked(Watch):
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         if not votes.get("asked"):
             return None
-        self.decided_at.append(progress.step)
+        if progress.step not in self.decided_at:  # it is asked again when training ends
+            self.decided_at.append(progress.step)
         return Request("asked")
 
 
@@ -100,7 +104,7 @@ def _fit(
     model: Any = None,
     **kwargs: Any,
 ) -> tuple[L.Trainer, Any]:
-    def watches(guards: Sequence[Any], fit: Fit) -> Watches:
+    def watches(*_: Any) -> Watches:
         return Watches([signal.watch])
 
     patch.setattr(_guarding, "watches", watches)
@@ -213,3 +217,45 @@ def test_a_validation_whose_start_cannot_be_saved_runs_to_its_end(
     assert signal.ends[-1] == step
     (info,) = ft.list_checkpoints(str(tmp_path))
     assert trainer.global_step == info.manifest.step == (step if step == 4 else 2)
+
+
+# -- a real signal -----------------------------------------------------------------------------------------------
+
+
+class Terminated(Noisy):
+    """Is sent SIGTERM in the middle of the validation after `step` steps."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if (self.global_step, batch_idx) == (self.step, 2) and not self.trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_within_a_validation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process leaves with the documented code, saved, and its restart is exact."""
+    monkeypatch.setattr(_validation, "_MOST_BATCHES", 1)
+
+    def fit(name: str, make: Callable[[], Noisy], **kwargs: Any) -> dict[str, Any]:
+        saver = ft.FaultTolerantCheckpoint(
+            tmp_path / name, every_n_epochs=100, save_on_train_end=False, guards=[ft.PreemptionGuard()]
+        )
+        trainer = runs.trainer(saver, max_epochs=3)
+        models.append(make())
+        runs.fit(trainer, models[-1], kwargs.get("ckpt_path"), s.loader(shuffle=True), s.loader(shuffle=True))
+        return _end(trainer, models[-1])
+
+    models: list[Noisy] = []
+    expected = fit("whole", Noisy)
+    with pytest.raises(SystemExit) as left:
+        fit("run", partial(Terminated, 16))
+    assert left.value.code == ft.exit_codes.PREEMPTED
+    assert fit("run", Noisy, ckpt_path="last") == expected
+    whole, begun, ended = models
+    assert len(begun.losses) == 16
+    assert len(begun.seen) == 2 + 8 + 4  # the sanity check, one validation and half of another
+    assert begun.losses + ended.losses == whole.losses
+    assert begun.seen[:-4] + ended.seen == whole.seen

@@ -128,7 +128,7 @@ def _fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, watch: Numbered, model: L.LightningModule, **kwargs: Any
 ) -> Vote:
     made: list[Vote] = []
-    monkeypatch.setattr(_guarding, "watches", lambda guards, fit: Watches([watch]))
+    monkeypatch.setattr(_guarding, "watches", lambda *_: Watches([watch]))
     close = Vote.close
     monkeypatch.setattr(Vote, "close", lambda vote: (made.append(vote), close(vote))[1])
     saver = ft.FaultTolerantCheckpoint(tmp_path, every_n_epochs=100, save_on_train_end=False)
@@ -196,4 +196,5 @@ def test_one_ballot_per_loss_heard_before_parameters_change(
     _fit(monkeypatch, tmp_path, watch, model(), **kwargs)
     said = [word.split()[0] for word in watch.said]
     expected = [word for number in range(BATCHES) for word in batch[number % len(batch)]]
-    assert said == [*expected, "over", "cast", "decide"]
+    # Where training starts and ends the ranks are asked, too.
+    assert said == ["cast", "decide", *expected, "over", "cast", "decide", "cast", "decide"]

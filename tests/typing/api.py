@@ -19,6 +19,7 @@ class Stop:
 
 
 guard: Guard = Stop()
+preemption = ft.PreemptionGuard(signals=("SIGTERM", 10), save_signal=None, grace=timedelta(seconds=30), requeue=False)
 callback = ft.FaultTolerantCheckpoint(
     Path("runs/1"),
     every_n_train_steps=500,
@@ -27,7 +28,8 @@ callback = ft.FaultTolerantCheckpoint(
     keep_last=3,
     keep_every_n_train_steps=10_000,
     save_on_train_end=True,
-    guards=(guard,),
+    guards=(preemption, guard, ft.HangGuard(step_timeout=timedelta(minutes=5))),
+    max_restarts_without_progress=3,
     seed_workers=True,
     strict=False,
 )

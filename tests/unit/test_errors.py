@@ -22,6 +22,7 @@ EXAMPLES = [
     errors.TopologyError("4 ranks saved, 2 here", 4, 2),
     errors.DivergenceError("loss of nan", step=3, batch=4, losses=[[], [float("inf")]], restart_from="/run/a.ckpt"),
     errors.DirectoryInUseError("in use by process 1"),
+    errors.DivergenceError("loss inf", step=3, batch=4, losses=[[1e9], []], indices=[[[1, 2]], []], restart_from="/a"),
     errors.RankFailure(3, "OSError: disk full"),
     errors.RankLostError((1, 2), "batch 7: rank 1, rank 2"),
     errors.PeerLostError(3, "OSError: disk full"),

@@ -34,14 +34,17 @@ def test_a_variable_that_is_no_time_is_refused(text: str) -> None:
 
 def test_a_save_takes_what_the_longest_of_the_last_few_took() -> None:
     durations = Durations()
-    assert durations.expected_secs is None
+    assert durations.expected_secs(busy=True) is None
     durations.resumed_from({"total_secs": 9.0, "queue_secs": 2.0})
-    assert durations.expected_secs == 7
+    assert durations.expected_secs(busy=False) == 7
     for secs in (100.0, 1.0, 3.0, 2.0, 1.0, 1.0):
-        durations.note({"total_secs": secs, "queue_secs": 0.5})
-    assert durations.expected_secs == 2.5
-    durations.note({})
-    assert durations.expected_secs == 2.5
+        durations.note("runs/1", {"total_secs": secs, "queue_secs": 0.5})
+    assert durations.expected_secs(busy=False) == 2.5
+    durations.note("runs/1", {})
+    assert durations.expected_secs(busy=False) == 2.5
+    assert durations.expected_secs(busy=True) == 5
+    durations.note("s3://bucket/run1", {"total_secs": 10.0})
+    assert durations.expected_secs(busy=False) == 12.5
 
 
 @pytest.mark.parametrize(

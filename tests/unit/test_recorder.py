@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_ft import _recorder, events
+from lightning_ft import _kill_point, _recorder, events
 from lightning_ft._digest import digest
 from tests.sharded import job, processes
 
@@ -35,10 +35,12 @@ def test_each_rank_has_the_digest_of_its_own_shard() -> None:
     assert first != second
 
 
-@pytest.mark.parametrize("point", [0, -1, "0", "Unheard", "Renamed:x", "Renamed@x", "Renamed@", "5:2", "x@1", ""])
+@pytest.mark.parametrize(
+    "point", [0, -1, "0", "Unheard", "Renamed:x", "Renamed@x", "Renamed@", "5:2", "x@1", "", "Renamed:0"]
+)
 def test_a_kill_point_that_cannot_be(point: Any) -> None:
     with pytest.raises(ValueError, match="kill point"):
-        _recorder.check_kill_point(point)
+        _kill_point.check_kill_point(point)
 
 
 @pytest.mark.parametrize(

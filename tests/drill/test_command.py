@@ -1,0 +1,123 @@
+"""One run of a command: nothing of it is left, however it ends. And the program around it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_ft.drill.command import CannotStartError, Ended, run
+from tests.cli.conftest import environment, program
+
+# Processes as a launcher starts them: in sessions of their own, some by others, and deaf to signals.
+FAMILY = """
+import os, subprocess, sys, time
+mark = sys.argv[1]
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({!r}, 'w').close(); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child.format(mark + "-1")], start_new_session=True)
+code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child.format(mark + '-2')!r}])"
+subprocess.run([sys.executable, "-c", code], start_new_session=True)
+while not (os.path.exists(mark + "-1") and os.path.exists(mark + "-2")):
+    time.sleep(0.01)
+"""
+
+
+def call(code: str, tmp_path: Path, timeout_secs: float = 60.0) -> Ended:
+    command = [sys.executable, "-c", FAMILY + code, str(tmp_path / "child")]
+    return run(command, {}, tmp_path / "output", tmp_path / "killed", timeout_secs, lambda: None)
+
+
+def left(tmp_path: Path) -> list[str]:
+    """Command lines of processes that have `tmp_path` in them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(tmp_path) in line:
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("print('done')", (0, False)),
+        ("print('done'); sys.exit(3)", (3, False)),
+        # The process that reached its kill point need not be the first one, which goes on.
+        ("print('done', flush=True); open(mark[:-5] + 'killed', 'w'); time.sleep(600)", (-signal.SIGKILL, True)),
+    ],
+)
+def test_no_process_of_a_command_is_left(code: str, ended: tuple[int, bool], tmp_path: Path) -> None:
+    result = call(code, tmp_path)
+    assert (result.code, result.killed) == ended
+    assert result.tail() == "done"
+    assert left(tmp_path) == []
+
+
+def test_a_rank_that_ends_after_the_first_one_is_waited_for(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(0.5); print(1)'])"
+    ended = run([sys.executable, "-c", code], {}, tmp_path / "output", tmp_path / "killed", 60.0, lambda: None)
+    assert (ended.code, ended.tail()) == (0, "1")
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    result = call("time.sleep(600)", tmp_path, timeout_secs=5.0)
+    assert (result.code, result.killed) == (None, False)
+    assert left(tmp_path) == []
+
+
+def test_a_program_that_is_not_there_or_no_program_is_named(tmp_path: Path) -> None:
+    for command in (["no-such-program"], [str(tmp_path)]):
+        with pytest.raises(CannotStartError, match=f"{re.escape(command[0])} cannot be started: "):
+            run(command, {}, tmp_path / "output", tmp_path / "killed", 5.0, lambda: None)
+
+
+def test_what_is_no_training_is_a_hard_failure() -> None:
+    answer = program("drill", "--", "echo", "hello")
+    assert answer.code == 1
+    assert "HARD FAILURE: before anything was killed" in answer.out
+    assert "the uninterrupted run trained nothing with a FaultTolerantCheckpoint" in answer.out
+    assert "  | hello\n" in answer.out
+    assert answer.err == "run 1: uninterrupted\n"
+
+
+def test_on_a_terminal_it_shows_what_runs_and_how_far_it_is() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "lightning_ft", "drill", "--", "sleep", "0.5"]
+    drill = subprocess.Popen(
+        command, env=environment(TERM="xterm"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    out, _ = drill.communicate(timeout=60)
+    assert (drill.returncode, b"HARD FAILURE" in out) == (1, True)
+    assert b"uninterrupted: batch 0" in shown
+    assert b"run 1:" not in shown
+
+
+def test_a_cancelled_drill_leaves_no_process(tmp_path: Path) -> None:
+    code = FAMILY + "open(mark, 'w'); time.sleep(600)"
+    command = [sys.executable, "-m", "lightning_ft", "drill", "--", sys.executable, "-c", code, str(tmp_path / "child")]
+    drill = subprocess.Popen(command, env=environment(TMPDIR=str(tmp_path)), stdin=subprocess.DEVNULL)
+    while not (tmp_path / "child").exists():
+        assert drill.poll() is None
+        time.sleep(0.05)
+    drill.terminate()
+    assert drill.wait(60) == 130
+    assert left(tmp_path) == []
+    assert not list(tmp_path.glob("lightning-ft-drill-*"))

@@ -1,0 +1,77 @@
+"""What two traces say about why a restart is not exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_ft._traces import Record, differences
+from lightning_ft.drill import diagnosis
+
+
+def step(batch: int, /, **values: Any) -> Record:
+    names = {name.replace("_", " "): value for name, value in values.items()}
+    return {"kind": "step", "key": [batch], "start": 1, "values": {"weights": "w", "random state": "r", **names}}
+
+
+def validation(batch: int) -> Record:
+    return {"kind": "validation", "key": [batch, 0, 0], "start": 1, "values": {"output": "v"}}
+
+
+def diagnosed(expected: dict[int, list[Record]], actual: dict[int, list[Record]], resumed: int = 2) -> str:
+    actual = {rank: [*expected[rank][:resumed], *records] for rank, records in actual.items()}
+    found = [d for rank in expected for d in differences(expected[rank], actual[rank], rank)]
+    first = diagnosis.first(found, expected)
+    return f"{diagnosis.said(first)}; {diagnosis.cause_after_restart(found, first, expected, resumed)}"
+
+
+def test_the_rank_where_it_begins_is_named_though_all_ranks_follow() -> None:
+    expected = {rank: [step(n, batch=f"r{rank}b{n}") for n in range(1, 5)] for rank in (0, 1)}
+    actual = {0: [step(3, batch="r0b3", weights="x"), step(4, batch="r0b4", weights="x")]}
+    actual[1] = [step(3, batch="r1b1", weights="x"), step(4, batch="r1b2", weights="x")]
+    text = diagnosed(expected, actual)
+    assert text.startswith("step 3 on rank 1: batch differs")
+    assert text.endswith("batch 1 of the uninterrupted run was trained again")
+
+
+def test_a_batch_of_another_rank_is_recognised() -> None:
+    expected = {rank: [step(n, batch=f"r{rank}b{n}") for n in range(1, 5)] for rank in (0, 1)}
+    actual = {0: [step(3, batch="r1b3")], 1: [step(3, batch="r0b3")]}
+    assert "other parts of the data: this is the batch of rank 1" in diagnosed(expected, actual)
+
+
+def test_of_unshuffled_epochs_the_nearest_batch_before_is_named() -> None:
+    expected = {0: [step(n, batch=f"b{n % 4}") for n in range(1, 13)]}
+    restarted_epoch = [step(n, batch=f"b{(n - 6) % 4}") for n in range(7, 13)]
+    assert "batch 5 of the uninterrupted run was trained again" in diagnosed(expected, {0: restarted_epoch}, 6)
+    ahead = [step(n, batch=f"b{(n + 1) % 4}") for n in range(3, 13)]
+    assert "went on with batch 4" in diagnosed({0: expected[0][:4]}, {0: ahead[:2]}, 2)
+
+
+def test_an_extra_validation_comes_before_what_follows_from_it() -> None:
+    expected = {0: [step(n) for n in range(1, 5)]}
+    actual = {0: [step(3), validation(3), step(4, random_state="x"), step(4, weights="x")]}
+    text = diagnosed(expected, actual)
+    assert text.startswith("the restarted run has validation at step 3")
+    assert text.endswith("a validation was run that the uninterrupted run had not")
+
+
+def test_only_the_callbacks_that_differ_are_named() -> None:
+    expected = {0: [step(n, callbacks={"A": "1", "B": "1"}) for n in (1, 2, 3)]}
+    text = diagnosed(expected, {0: [step(3, callbacks={"A": "1", "B": "2"})]})
+    assert text.startswith("step 3: callbacks differs: {'B': '1'} uninterrupted, {'B': '2'} restarted")
+
+
+def test_a_backward_pass_that_is_not_deterministic_is_named() -> None:
+    expected = {0: [step(1), step(2)]}
+    found = list(differences(expected[0], [step(1, weights="x"), step(2)], 0))
+    first = diagnosis.first(found, expected)
+    assert diagnosis.said_of_fresh_runs(first) == "step 1: weights differs: w in one run, x in another"
+    assert "the same batch and result gave other weights: a kernel" in diagnosis.cause_in_fresh_run(found, first)
+
+
+def test_numbers_within_the_tolerance_are_equal_also_those_that_are_none() -> None:
+    expected = [step(1, weights=["0x1.0p+0", "nan"], metrics={"loss": 1.0})]
+    actual = [step(1, weights=["0x1.0000001p+0", "nan"], metrics={"loss": 1.0})]
+    assert list(differences(expected, actual, 0, atol=1e-6)) == []
+    assert [d.name for d in differences(expected, actual, 0)] == ["weights"]
+    assert [d.name for d in differences(expected, actual, 0, atol=1e-12)] == ["weights"]

@@ -1,0 +1,99 @@
+"""Scripts of many kinds: what is not to be disturbed is not, and what cannot be drilled is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_ft import events
+from lightning_ft.drill.verdict import Outcome, Verdict
+from tests.drill import forked
+
+SCRIPT = Path(__file__).with_name("varied.py")
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def drilled(what: str, tmp_path: Path, *args: object, **options: object) -> Outcome:
+    return forked.drill(SCRIPT, what, tmp_path / "users", *args, scratch=tmp_path / "scratch", **options)
+
+
+def test_a_script_with_everything_passes_and_nothing_of_the_user_is_touched(tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    for name in ("slow/step=00000004.ckpt", "fast/step=00000004.ckpt", "best/last.ckpt", "final.ckpt", "logs/old.csv"):
+        (users / name).parent.mkdir(parents=True, exist_ok=True)
+        (users / name).write_text("precious")
+    before = tree(users)
+    outcome = drilled("rich", tmp_path)
+    assert outcome.verdict is Verdict.PASS, outcome
+    assert tree(users) == before
+    # Validations and fits around the one that was compared are not part of it.
+    assert (outcome.batches, outcome.validations) == (16, 4)
+    assert {
+        "fits without a FaultTolerantCheckpoint",
+        "further fits of the trainer: the first was compared",
+        "fits of further trainers: that of the first was compared",
+        "s3://bucket/run: the checkpoints were on a local disk instead",
+    } <= set(outcome.not_covered)
+    assert not list((tmp_path / "scratch").rglob("*.ckpt"))  # which may be large
+
+
+def test_steps_end_every_run(tmp_path: Path) -> None:
+    outcome = drilled("plain", tmp_path, steps=8, kill_at="Committed", keep=True)
+    assert (outcome.verdict, outcome.batches) == (Verdict.PASS, 8)
+    assert "what happens after 8 steps" in outcome.not_covered
+    assert list((tmp_path / "scratch").rglob("step=00000008.ckpt"))  # which was asked for
+
+
+def test_a_kill_before_anything_is_durable_is_a_pass_that_says_so(tmp_path: Path) -> None:
+    outcome = drilled("plain", tmp_path, kill_at=2)
+    assert outcome.verdict is Verdict.PASS
+    assert "the restart began from the beginning" in outcome.trials[0].reason
+    assert outcome.not_covered[0] == "restarts from a checkpoint: none began with one"
+
+
+@pytest.mark.slow
+def test_numbers_may_be_as_far_apart_as_is_said(tmp_path: Path) -> None:
+    outcome = drilled("plain", tmp_path / "a", "--noise", "1e-6")
+    assert outcome.verdict is Verdict.SILENT_DIVERGENCE
+    assert "not equal either" in outcome.trials[0].cause
+    assert "a kernel is not deterministic" in outcome.trials[0].cause
+    outcome = drilled("plain", tmp_path / "b", "--noise", "1e-6", atol=1e-3)
+    assert outcome.verdict is Verdict.PASS, outcome
+    outcome = drilled("plain", tmp_path / "c", "--noise", "1e-2", atol=1e-6)
+    assert outcome.verdict is Verdict.SILENT_DIVERGENCE
+
+
+@pytest.mark.slow
+def test_a_sweep_kills_at_every_event_of_a_save(tmp_path: Path) -> None:
+    outcome = drilled("plain", tmp_path, sweep=True)
+    assert outcome.verdict is Verdict.PASS, outcome
+    assert [trial.kill_at.partition(":")[0] for trial in outcome.trials if trial.kill_at] == list(events.KILL_POINTS)
+    assert all(trial.resumed_batch for trial in outcome.trials if trial.kill_at != "SaveStarted:2"), outcome
+    assert {trial.kill_at for trial in outcome.trials if trial.resumed_batch == 16} == set(events.KILL_POINTS[-3:])
+
+
+@pytest.mark.parametrize(
+    ("what", "reason", "cause"),
+    [
+        ("crashes", "the uninterrupted run ended with exit code 1", ""),
+        ("diverges", "the uninterrupted run ended with exit code 77 (DIVERGED", ""),
+        ("never saves", "there is nothing to restart from", "no save was begun before the last batch"),
+        ("hangs", "the uninterrupted run did not end within 5 s", "it hangs, or --timeout is too short"),
+    ],
+)
+def test_what_cannot_be_drilled_is_a_hard_failure(what: str, reason: str, cause: str, tmp_path: Path) -> None:
+    outcome = drilled(what, tmp_path, **({"timeout_secs": 5.0} if what == "hangs" else {}))
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.kill_at) == (Verdict.HARD_FAILURE, None)
+    assert (trial.reason[: len(reason)], trial.cause[: len(cause)]) == (reason, cause)
+    assert ("cannot even begin" in trial.output) == (what == "crashes")
+
+
+def test_a_kill_point_that_is_never_reached_is_a_hard_failure(tmp_path: Path) -> None:
+    outcome = drilled("plain", tmp_path, kill_at="Deleted:99")
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.reason) == (Verdict.HARD_FAILURE, "the script ended before Deleted:99")
