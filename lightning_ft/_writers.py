@@ -64,9 +64,14 @@ class Writers:
             yield self._uploads
             yield self.saves
 
-    def hurry(self, within_secs: float = GRACE_SECS) -> None:
-        """The run has failed: all waiting ends within this time from now, and what is not written then is lost."""
-        self._deadline = time.monotonic() + within_secs
+    def hurry(self, within_secs: float | None = None) -> None:
+        """The run has failed: all waiting ends within this time from now, and what is not written then is lost.
+
+        Args:
+            within_secs: Default: `GRACE_SECS`. The shortest of several holds.
+        """
+        deadline = time.monotonic() + (GRACE_SECS if within_secs is None else within_secs)
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
     def wait(self, deadline: float) -> bool:
         """Whether everything submitted is durable, or recorded as failed, by then. Thread: any."""

@@ -57,7 +57,7 @@ def _has(what: str) -> bool:
         return _can_mount() and subprocess.run(["losetup", "-f"], capture_output=True, check=False).returncode == 0
     if what == "fuse":
         return os.path.exists("/dev/fuse") and _can_mount()
-    if what in ("mfusepy", "s3fs", "kubernetes_validate"):
+    if what in ("jsonargparse", "kubernetes_validate", "mfusepy", "s3fs", "transformers"):
         return importlib.util.find_spec(what) is not None
     if what == "/dev/shm":
         return os.path.isdir(what) and os.statvfs(what).f_files > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -12,6 +13,8 @@ NONDETERMINISTIC = "two uninterrupted runs are not equal either: "
 
 # Of a sentence: values of a few numbers are worth reading, states of whole optimizers are not.
 _READABLE = 400
+_DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
+_HEXADECIMAL = re.compile(r"'(-?0x[0-9a-f]\.[0-9a-f]+p[+-]\d+)'")
 _SEED = "call seed_everything before anything is made"
 _KERNEL = "a kernel is not deterministic (Trainer(deterministic=True))"
 _OF_A_FRESH_RUN = {
@@ -75,12 +78,14 @@ def _places(records: Sequence[Record]) -> dict[Key, tuple[float, float]]:
 
 
 def said(difference: Difference) -> str:
-    """`difference` in a sentence; of values with names, those that differ."""
+    """`difference` in a sentence: of values with names, those that differ; digests short, numbers in decimals."""
     expected, actual = difference.expected, difference.actual
     if isinstance(expected, dict) and isinstance(actual, dict):
         names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
         expected, actual = ({name: values.get(name) for name in names} for values in (expected, actual))
     text = str(replace(difference, expected=expected, actual=actual))
+    text = _DIGEST.sub(r"\1", text)
+    text = _HEXADECIMAL.sub(lambda found: repr(float.fromhex(found[1])), text)
     return text if len(text) <= _READABLE else text[:_READABLE] + " ..."
 
 

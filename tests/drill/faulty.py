@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lightning_ft as ft
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
+DEVICES = int(sys.argv[3]) if len(sys.argv) > 3 else 1
 DIRPATH = sys.argv[2] if len(sys.argv) > 2 else "runs/faulty"
 OWN_GENERATOR = random.Random(5)
 
@@ -38,7 +39,8 @@ class Numbers(Dataset[Tensor]):
         sample = torch.full((4,), float(index)) / 64 + 0.1 * torch.rand(4)
         if FAULT == "augmentation in a thread":
             sample = sample + noise_of_a_thread()
-        if FAULT == "generator of its own":
+        here = f"generator of its own on rank {os.environ.get('LOCAL_RANK', '0')}"
+        if FAULT in ("generator of its own", here):
             sample = sample + OWN_GENERATOR.random()
         return sample
 
@@ -90,6 +92,8 @@ class Net(L.LightningModule):
         if FAULT == "optimizer state dropped":
             for entry in checkpoint["optimizer_states"][0]["state"].values():
                 entry["momentum_buffer"].zero_()
+        if FAULT == "weights not restored":
+            checkpoint["state_dict"]["layer.0.bias"].zero_()
         if FAULT == "scheduler state dropped":
             checkpoint["lr_schedulers"][0]["last_epoch"] = 0
 
@@ -100,6 +104,8 @@ class Net(L.LightningModule):
             return
         if FAULT == "draws after the restart":
             torch.rand(1)
+        if FAULT == "seeded again after the restart":
+            L.seed_everything(3, verbose=False)
         if FAULT == "validation skipped":
             self.trainer.limit_val_batches = 0
         if FAULT == "crash after the restart":
@@ -145,7 +151,8 @@ def main() -> None:
         callbacks.append(Counter())
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        val_check_interval=8, num_sanity_val_steps=0, callbacks=callbacks,
+        devices=DEVICES, strategy="ddp" if DEVICES > 1 else "auto", val_check_interval=8, num_sanity_val_steps=0,
+        callbacks=callbacks,
     )  # fmt: skip
     ckpt_path = None if FAULT == "no ckpt_path" else "last"
     trainer.fit(model, train, DataLoader(Numbers(), batch_size=32), ckpt_path=ckpt_path)

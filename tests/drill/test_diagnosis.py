@@ -61,6 +61,17 @@ def test_only_the_callbacks_that_differ_are_named() -> None:
     assert text.startswith("step 3: callbacks differs: {'B': '1'} uninterrupted, {'B': '2'} restarted")
 
 
+def test_values_are_written_for_people() -> None:
+    long = "cc2abe0dc8bc34ff6be00051f4ba5e9d"
+    expected = [step(3, output={"loss": (0.1).hex(), "other": long, "same": "s"})]
+    actual = [step(3, output={"loss": (-1.5).hex(), "other": long[::-1], "same": "s"})]
+    (found,) = differences(expected, actual, 0)
+    text = (
+        "step 3: output differs: {'loss': 0.1, 'other': 'cc2abe0d'} uninterrupted, {'loss': -1.5, 'other': 'd9e5ab4f'}"
+    )
+    assert diagnosis.said(found) == f"{text} restarted"
+
+
 def test_a_backward_pass_that_is_not_deterministic_is_named() -> None:
     expected = {0: [step(1), step(2)]}
     found = list(differences(expected[0], [step(1, weights="x"), step(2)], 0))

@@ -22,6 +22,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "optimizer state dropped": (DIVERGES, "FIRST: weights", "the state of the optimizer was dropped"),
     "scheduler state dropped": (DIVERGES, "FIRST: scheduler state", "the learning rate scheduler was not restored"),
     "draws after the restart": (DIVERGES, "FIRST: output", "something draws random numbers"),
+    "seeded again after the restart": (DIVERGES, "FIRST: output", "the random state was not restored"),
+    "weights not restored": (DIVERGES, "FIRST: output", "weights or buffers were not restored"),
     "state outside of state_dict": (DIVERGES, "FIRST: output", "the module has state outside of its state_dict"),
     "buffer that is not saved": (DIVERGES, "FIRST: output", "weights or buffers were not restored"),
     "validation skipped": (DIVERGES, "the restarted run has not", "a validation was left out"),
@@ -50,7 +52,10 @@ def test_a_sound_script_passes(tmp_path: Path) -> None:
     assert "several ranks" in outcome.not_covered
 
 
-QUICK = ("augmentation in a thread", "loader position lost", "optimizer state dropped", "validation skipped")
+QUICK = (
+    "augmentation in a thread", "loader position lost", "optimizer state dropped", "seeded again after the restart",
+    "validation skipped",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
