@@ -7,7 +7,7 @@ name                 code  what is true
 (none)               1     an exception ended the run; python's own code
 ``PREEMPTED``        75    the run was asked to stop and its state is saved: start the same command again
 ``PREEMPTED_UNSAVED``  76  the same, but nothing new was saved: it goes on from the last periodic checkpoint
-``DIVERGED``         77    the loss was no longer finite (or above its limit): a restart alone would diverge again
+``DIVERGED``         77    the loss was bad (not finite, too high, a spike): a restart alone would diverge again
 ``HUNG``             78    no step was completed within its limit
 ``PEER_LOST``        79    another rank failed or vanished; that one has the reason
 ``INTERRUPTED``      130   Ctrl-C, and the state is saved
