@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lightning_ft import _hang, _loops
@@ -14,7 +15,6 @@ from lightning_ft._hang import HangWatch
 from lightning_ft._measuring import Measuring
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Fit, Request, Watch, Watches
-from lightning_ft.errors import ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
 from lightning_ft.state import Progress
 
@@ -30,22 +30,29 @@ def watches(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Watches:
         start: Its ordinal among those into this directory.
 
     Raises:
-        ConfigurationError: They do not go together, or one of them not with the fit.
+        ConfigurationError: One of them does not go with the fit. Nothing is left of the others.
     """
-    if sum(isinstance(guard, DivergenceGuard) for guard in guards) > 1:
-        raise ConfigurationError("guards: more than one DivergenceGuard, and a run takes one course; give one")
-    # Hangs are watched for as long as anything else is at work, so that one is closed last.
-    found: list[Watch] = [HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard)]
-    found += [Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard)]
-    found += [DivergenceWatch(guard, fit) for guard in guards if isinstance(guard, DivergenceGuard)]
-    if polled := [guard for guard in guards if isinstance(guard, Guard)]:
-        found.append(_Polled(polled, fit))
-    if fit.plugin is not None and fit.ranks.is_zero:
-        found.append(chronicle := Chronicle(fit, fit.plugin, start))
-        found.append(Durability(fit, fit.warn_after))
-        if fit.pace.is_measured:
-            found.append(Measuring(fit, fit.plugin, chronicle.path))
+    found: list[Watch] = []
+    with ExitStack() as unless_complete:
+        for watch in _made(guards, fit, start):
+            found.append(watch)
+            unless_complete.callback(watch.close)
+        unless_complete.pop_all()
     return Watches(found)
+
+
+def _made(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Iterator[Watch]:
+    # Hangs are watched for as long as anything else is at work, so that one is closed last.
+    yield from (HangWatch(guard, fit) for guard in guards if isinstance(guard, HangGuard))
+    yield from (Preemption(guard, fit) for guard in guards if isinstance(guard, PreemptionGuard))
+    yield from (DivergenceWatch(guard, fit) for guard in guards if isinstance(guard, DivergenceGuard))
+    if polled := [guard for guard in guards if isinstance(guard, Guard)]:
+        yield _Polled(polled, fit)
+    if fit.plugin is not None and fit.ranks.is_zero:
+        yield (chronicle := Chronicle(fit, fit.plugin, start))
+        yield Durability(fit, fit.warn_after)
+        if fit.pace.is_measured:
+            yield Measuring(fit, fit.plugin, chronicle.path)
 
 
 def arm(guards: Sequence[Any]) -> None:

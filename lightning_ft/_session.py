@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -92,20 +92,21 @@ class Session:
         self._restore: Restore | None = None
         self._undo: list[Callable[[], None]] = []
         start, self._new_run_id = self._tiers.open(ranks)
-        self._continues = continues
-        self._line = Line(continues or self._new_run_id, start)
-        self._seed = os.environ.get("PL_GLOBAL_SEED")
-        self._ending = Ending(trainer)
-        self._epoch_begun = False
-        # One order for all ranks, whatever they were seeded with.
-        root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
-        self._data_rank = DataRank.among(places, ranks.rank)
-        self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
-        self.news = News(trainer, self._submitted)
-        self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
-        pace = Pace(settings.trigger)
-        self._line.from_batch = _loops.progress(trainer).batch
-        try:
+        with ExitStack() as unless_made:  # nobody closes a session that was never made
+            unless_made.callback(self._tiers.close)
+            self._continues = continues
+            self._line = Line(continues or self._new_run_id, start)
+            self._seed = os.environ.get("PL_GLOBAL_SEED")
+            self._ending = Ending(trainer)
+            self._epoch_begun = False
+            # One order for all ranks, whatever they were seeded with.
+            root_seeds, places = zip(*ranks.all_gather((_rng.draw_seed(), _loops.data_rank(trainer))), strict=True)
+            self._data_rank = DataRank.among(places, ranks.rank)
+            self._loaders = TrackedLoaders(trainer, root_seeds[0], self._data_rank, settings.seed_workers)
+            self.news = News(trainer, self._submitted)
+            self._saves = Saves(trainer, self._tree, plugin, ranks, self._tiers, self.news, told)
+            pace = Pace(settings.trigger)
+            self._line.from_batch = _loops.progress(trainer).batch
             self._left_out = LeftOut(trainer, ranks, self._loaders)
             fit = Fit(
                 trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
@@ -114,34 +115,37 @@ class Session:
                 warn_after=settings.warn_if_not_durable_after,
             )  # fmt: skip
             self.watches = _guarding.watches(settings.guards, fit, start)
-        except BaseException:
-            self._tiers.close()  # nobody closes a session that was never made
-            raise
-        self._boundaries = Boundaries(
-            trainer, settings, plugin, ranks, self._tiers, self._saves, pace, self._ending, self.watches,
-            lambda: self.run_id,
-        )  # fmt: skip
-        self.voting = self._boundaries.voting
-        self.validation = Validation(
-            trainer, self.voting, self.watches, self._tree, self._loaders, left=self._boundaries.leave_validation
-        )
-        self._undo += [
-            self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
-            events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
-            compare_next_load(trainer, ranks), self._left_out.install(),
-            _loops.before_backward(trainer, self.voting.loss_known),
-        ]  # fmt: skip
-        if self.watches.replaces_lightnings_signals:
-            self._undo.append(_loops.leave_out_signal_broadcast(trainer))
-        if plugin is not None:
-            sharded = saves_sharded(trainer.strategy, plugin)
-            plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
-            if saves_replicated(trainer.strategy, plugin):
-                self._undo.append(_parallel_writes.install(trainer, plugin))
-            self._undo.append(before_steps(plugin.before_optimizer_step))
-        self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id, self.voting.close)
-        if chosen and ranks.is_zero:
-            self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
+            unless_made.callback(self.watches.close)
+            self._boundaries = Boundaries(
+                trainer, settings, plugin, ranks, self._tiers, self._saves, pace, self._ending, self.watches,
+                lambda: self.run_id,
+            )  # fmt: skip
+            unless_made.callback(self._boundaries.close)
+            self.voting = self._boundaries.voting
+            self.validation = Validation(
+                trainer, self.voting, self.watches, self._tree, self._loaders, left=self._boundaries.leave_validation
+            )
+            unless_made.callback(self._undo_all)
+            self._undo += [
+                self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
+                events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
+                compare_next_load(trainer, ranks), self._left_out.install(),
+                _loops.before_backward(trainer, self.voting.loss_known),
+            ]  # fmt: skip
+            if self.watches.replaces_lightnings_signals:
+                self._undo.append(_loops.leave_out_signal_broadcast(trainer))
+            if plugin is not None:
+                sharded = saves_sharded(trainer.strategy, plugin)
+                unless_made.callback(plugin.close_sharding)
+                plugin.fit_begins(require_weights_only=settings.strict, sharded_over=ranks if sharded else None)
+                if saves_replicated(trainer.strategy, plugin):
+                    self._undo.append(_parallel_writes.install(trainer, plugin))
+                self._undo.append(before_steps(plugin.before_optimizer_step))
+            self._exceptions = Exceptions(trainer, plugin, ranks, self._new_run_id, self.voting.close)
+            unless_made.callback(self._exceptions.close, leaves=False)
+            if chosen and ranks.is_zero:
+                self._tiers.start_from(chosen)  # last of all: what failed before is not the checkpoint's fault
+            unless_made.pop_all()
 
     def _submitted(self) -> tuple[int, int]:
         return self._plugin.writer.saves if self._plugin is not None and self._ranks.is_zero else (0, 0)
@@ -175,21 +179,25 @@ class Session:
             self._give_up()
 
     def _give_up(self) -> None:
-        if self._plugin is not None:
-            self._plugin.reports_failures = True
-            self._plugin.close_sharding()
-        self.watches.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
-        if self._restore is not None:
-            self._restore.close()
-        self._boundaries.close()
-        self._exceptions.close(leaves=self._ending.leaves)
-        self._ranks.close()
-        if self._ending.is_no_fault:
-            self._tiers.starts.take_back()
-        self._tiers.close()
+        with ExitStack() as in_reverse:  # each of them, also if another one raises
+            in_reverse.callback(self._tiers.close)
+            if self._ending.is_no_fault:
+                in_reverse.callback(self._tiers.starts.take_back)
+            in_reverse.callback(self._ranks.close)
+            in_reverse.callback(self._exceptions.close, leaves=self._ending.leaves)
+            in_reverse.callback(self._boundaries.close)
+            if self._restore is not None:
+                in_reverse.callback(self._restore.close)
+            in_reverse.callback(self._undo_all)
+            in_reverse.callback(self.watches.close)
+            if self._plugin is not None:
+                self._plugin.reports_failures = True
+                in_reverse.callback(self._plugin.close_sharding)
+
+    def _undo_all(self) -> None:
+        undo, self._undo = self._undo, []
+        for step in reversed(undo):
+            step()
 
     # -- resuming ------------------------------------------------------------------------------------------------
 

@@ -465,7 +465,7 @@ def test_two_ranks_killed_after_a_rollback_restart_exact(tmp_path: Path, kill_at
 
 
 def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ft.ConfigurationError, match="more than one DivergenceGuard"):
+    with pytest.raises(ft.ConfigurationError, match="one DivergenceGuard, with all"):
         d.fit(tmp_path, None, d.Net(), ft_args={"guards": [STOP, BACK]})
     with pytest.raises(ft.ConfigurationError, match="FaultTolerantCheckpointIO"):
         d.fit(tmp_path, BACK, d.Net(), plugins=[OtherIO()])

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_ft as ft
-from lightning_ft import _lock, events
+from lightning_ft import _lock, _session, events
 from tests.trainer import runs
 from tests.trainer import scenarios as s
 from tests.trainer.runs import Line, fit, trainer
@@ -174,6 +174,24 @@ def watched() -> Iterator[None]:
     after = state()
     for name, was in before.items():
         assert after[name] == was, name
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("fails", ["a watch", "what follows"])
+def test_nothing_is_left_of_a_fit_that_cannot_begin(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: dict[str, Any] = {"plugins": [runs.GatedTorchIO(lambda path: None)]}
+    if fails == "what follows":
+        arguments = {}
+        monkeypatch.setattr(_session, "Exceptions", Path.readlink)  # raises for whatever it gets
+    guards = [ft.PreemptionGuard(), ft.DivergenceGuard(action="rollback")]
+    worker = torch.utils.data._utils.worker._worker_loop
+    the_trainer = trainer(ours(tmp_path, guards=guards), **arguments)
+    with pytest.raises(ft.ConfigurationError if arguments else TypeError):
+        the_trainer.fit(Line(), s.loader())
+    assert torch.utils.data._utils.worker._worker_loop is worker
+    assert "_register_signal" not in vars(the_trainer._signal_connector)
 
 
 ENDS = {
