@@ -21,7 +21,7 @@ class Ending:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.request: Request | None = None
-        """The first request for the end of the fit that was heeded."""
+        """The request that ends the fit: the first one, and before that the first one that ends the process, too."""
         self.error: BaseException | None = None
         """What ended it, if an exception did."""
         self.finished = False
@@ -38,8 +38,8 @@ class Ending:
         return self.request is not None and self.request.exit_code is not None
 
     def heed(self, request: Request) -> None:
-        """The fit is to end, as `request` asks, unless it is already."""
-        if self.request is None:
+        """The fit is to end, as `request` asks, unless it is already, and the process with it if that is asked for."""
+        if self.request is None or (self.request.exit_code is None and request.exit_code is not None):
             self.request = request
             if request.exit_code is not None:
                 _leaving.expect_exits(self._trainer)
