@@ -70,11 +70,17 @@ class Preemption(Watch):
 
     def _note(self, event: events.Event) -> None:
         """Thread: the one that emits."""
+        if not isinstance(event, (events.Committed, events.SaveFailed)) or not self._is_of_this_run(event.path):
+            return
         if isinstance(event, events.Committed):
             self._durations.note(_names.split(event.path)[0], event.metrics)
             self._save_now.saved(event.step)
-        elif isinstance(event, events.SaveFailed):
+        else:
             self._save_now.failed()
+
+    def _is_of_this_run(self, path: str) -> bool:
+        """Not of another callback, whose saves, on a disk of their own maybe, tell nothing of ours."""
+        return self._fit.tiers.has(path) and _names.parse_checkpoint_name(_names.split(path)[1]) is not None
 
     def open(self) -> None:
         """Handlers are over whatever was installed since; Ctrl-C is noted, where it is Python's own business."""

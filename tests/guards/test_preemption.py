@@ -30,6 +30,7 @@ from lightning_ft import _signals, _slurm, exit_codes
 from lightning_ft._dist import Ranks
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Request
+from lightning_ft.guards import Verdict
 from lightning_ft.manifest import Manifest
 from lightning_ft.state import Progress
 from lightning_ft.storage import Storage
@@ -214,6 +215,18 @@ def test_while_training_ends(tmp_path: Path) -> None:
     stopped(tmp_path, At("on_train_end"), max_steps=4)
     assert manifest(tmp_path).step == 4
     assert resumed(tmp_path, max_steps=4).steps == []
+
+
+class StopAtFour:
+    """A guard of somebody's own, which stops the fit and not the process."""
+
+    def poll(self, step: int) -> Verdict | None:
+        return Verdict("asked to") if step == 3 else None
+
+
+def test_while_training_ends_because_a_guard_has_stopped_it(tmp_path: Path) -> None:
+    stopped(tmp_path, At("on_train_end"), ft_args={"guards": [StopAtFour(), ft.PreemptionGuard()]})
+    assert manifest(tmp_path).step == 4
 
 
 def test_a_signal_that_comes_after_the_last_agreement_means_what_it_always_meant(tmp_path: Path) -> None:
@@ -599,6 +612,24 @@ def test_j5_save_now_saves_and_is_gone_when_that_is_durable(tmp_path: Path) -> N
     assert not file.exists()
 
 
+def test_j5_the_save_of_another_callback_does_not_answer_save_now(tmp_path: Path) -> None:
+    file, there = tmp_path / "ours" / "SAVE_NOW", []
+
+    def look(event: ft.events.Event) -> None:
+        if isinstance(event, ft.events.Committed):
+            there.append((Path(event.path).parent.name, file.exists()))
+
+    plugin = ft.FaultTolerantCheckpointIO(async_save=False)
+    callbacks = At("on_train_start", file.touch), r.every_step(tmp_path / "best", save_top_k=-1)
+    with r.observing(look):
+        r.fit(
+            r.trainer(*callbacks, callback(tmp_path / "ours"), max_steps=4, accumulate_grad_batches=2, plugins=[plugin])
+        )
+    at_first = [still for _, still in there[: [where for where, _ in there].index("ours") + 1]]
+    assert at_first == [True, True]  # that of the other, and ours, right before the file goes
+    assert not file.exists()
+
+
 def test_j5_save_now_works_in_a_local_directory_in_front_of_a_store(tmp_path: Path) -> None:
     with r.memory() as url:
         ours = callback(url, save_on_train_end=False, local_dirpath=tmp_path)  # type: ignore[arg-type]
@@ -640,6 +671,16 @@ def test_i6_one_that_fits_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             ft_args={"every_n_train_steps": 2}, plugins=[ft.FaultTolerantCheckpointIO(async_save=False)],
         )  # fmt: skip
     assert r.good(tmp_path)[0] == "step=00000005.ckpt"
+    assert "a save takes about 5.0 s" in caplog.text
+
+
+def test_i6_what_other_callbacks_save_takes_none_of_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with r.observing(Slowed(5)):
+        stopped(
+            tmp_path / "ours", r.every_step(tmp_path / "best"), At("on_train_batch_start", n=5),
+            guard=ft.PreemptionGuard(grace=200), ft_args={"every_n_train_steps": 2},
+            plugins=[ft.FaultTolerantCheckpointIO(async_save=False)],
+        )  # fmt: skip
     assert "a save takes about 5.0 s" in caplog.text
 
 
