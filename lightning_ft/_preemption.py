@@ -176,6 +176,8 @@ class Preemption(Watch):
 
     def phase(self, name: str) -> None:
         self._over = name == "end"
+        if name == "load":
+            self._batch_at_start = -1  # gone back, maybe to before the start: all that follows is still to be saved
 
     def failed(self, error: BaseException) -> None:
         self._leaves = False

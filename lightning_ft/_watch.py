@@ -190,7 +190,7 @@ class Watches(Watch):
         return {topic: vote for watch in self._watches for topic, vote in watch.ballot().items()}
 
     def ballot_between_steps(self) -> dict[str, int]:
-        """The ballot between steps."""
+        """The votes of those watches that can be asked anywhere."""
         asked = (watch for watch in self._watches if watch.anywhere)
         return {topic: vote for watch in asked for topic, vote in watch.ballot().items()}
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft import _signals, _slurm, exit_codes
+from lightning_ft import _loops, _signals, _slurm, exit_codes
 from lightning_ft._dist import Ranks
 from lightning_ft._preemption import Preemption
 from lightning_ft._watch import Request
@@ -823,6 +824,14 @@ def test_what_was_asked_for_before_the_fit_went_back_is_asked_for_again(tmp_path
         assert watch.decide(watch.ballot(), at) is None
         heeded[0] = None
         assert watch.decide(watch.ballot(), at) is not None
+        start = replace(at, batch=_loops.progress(trainer).batch)
+        unsaved = watch.decide(watch.ballot(), start)
+        assert unsaved is not None
+        assert unsaved.save is None  # nothing was trained since
+        watch.phase("load")
+        other = watch.decide(watch.ballot(), start)
+        assert other is not None
+        assert other.save == "stop"  # the same count of batches, and other ones
     finally:
         watch.close()
         watch.leave(75)
