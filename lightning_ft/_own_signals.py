@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from lightning_ft import _loops
+from lightning_ft import _loops, _signals
 
 
 def keep_lightning_out(trainer: pl.Trainer, numbers: Collection[int]) -> Callable[[], None]:
@@ -29,8 +29,10 @@ def keep_lightning_out(trainer: pl.Trainer, numbers: Collection[int]) -> Callabl
     def undo() -> None:
         let_in()
         # It remembers handlers of the time before training, to give them back: ours among them, which are gone then.
+        # Others stay: after a KeyboardInterrupt it has Ctrl-C ignored, and gives it back itself when all is torn down.
         for number in numbers:
-            connector._original_handlers.pop(number, None)
+            if _signals.is_ours(connector._original_handlers.get(number)):
+                del connector._original_handlers[number]
 
     return undo
 

@@ -183,6 +183,11 @@ def _install(numbers: Collection[int]) -> bool:
     return all(_is_ours(number) for number in numbers)
 
 
+def is_ours(handler: object) -> bool:
+    """Whether a handler is one of those that are installed here."""
+    return isinstance(handler, _Noted)
+
+
 def _is_ours(number: int) -> bool:
     present: Any = signal.getsignal(number)
     return number in _noted and present is _noted[number]
