@@ -92,7 +92,7 @@ def test_d1_d2_users_model_checkpoint(ratio: str, tmp_path: Path, monkeypatch: p
 def test_d1_d2_ours(keep: int, ratio: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, count = runs.Slow(monkeypatch), Counting(tmp_path)
     plugin = ft.FaultTolerantCheckpointIO()
-    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=keep)
+    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=keep, guards=())
     with runs.observing(slow, count):
         fit(trainer(paced(ratio, slow, plugin), runs.Each(count.look), ours, plugins=[plugin]))
     count.never_below(keep)
@@ -342,7 +342,7 @@ def test_d10_rank_1_sees_another_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 5, -1])
 def test_d11_keep_by_number(keep: int, tmp_path: Path) -> None:
-    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=keep)
+    ours = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=1, keep_last=keep, guards=())
     fit(trainer(ours))
     first = 1 if keep == -1 else 9 - keep
     assert runs.names(tmp_path) == [f"step={step:08d}.ckpt" for step in range(first, 9)]

@@ -62,10 +62,10 @@ def test_d8_the_whole_life_of_a_run(s3: Place, tmp_path: Path, monkeypatch: pyte
         return [step[1] for step in model.steps]
 
     assert fit(3) == [0, 1, 2]
-    assert Storage(s3.options).listdir(s3.url) == ["step=00000002.ckpt", "step=00000003.ckpt"]
+    assert Storage(s3.options).listdir(s3.url) == ["ft_events", "step=00000002.ckpt", "step=00000003.ckpt"]
     assert fit(5) == [3, 4]
     # What it was resumed from is kept until there are two newer ones.
-    assert Storage(s3.options).listdir(s3.url) == ["step=00000004.ckpt", "step=00000005.ckpt"]
+    assert Storage(s3.options).listdir(s3.url) == ["ft_events", "step=00000004.ckpt", "step=00000005.ckpt"]
     assert fit(5) == []
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("s3")]
 
