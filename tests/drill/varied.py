@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,6 +72,7 @@ def rich(root: str, model: Net) -> None:
         default_root_dir=root, callbacks=[best, OnExceptionCheckpoint(root)], enable_progress_bar=False,
     )  # fmt: skip
     main.callbacks.append(ours)
+    Tuner(main).lr_find(model, loader(), loader(8), num_training=4, update_attr=False)
     main.validate(model, loader(16))
     main.fit(model, loader(), loader(8), ckpt_path="last")
     main.validate(model, loader(32))
