@@ -35,9 +35,10 @@ class Ended:
     output: Path
     """Everything it printed."""
 
-    def tail(self, lines: int = 15) -> str:
-        """The end of what it printed."""
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self, lines: int = 40) -> str:
+        """The end of what it printed; of lines that were written over, such as progress bars, the last state."""
+        printed = (line.rstrip("\r") for line in self.output.read_bytes().decode(errors="replace").split("\n"))
+        return "\n".join([line.rpartition("\r")[2] for line in printed if line.strip()][-lines:])
 
 
 def run(

@@ -40,6 +40,11 @@ _AFTER_A_RESTART = {
     "epoch": "the counters of the loops were not restored",
     "metrics": "a metric is not restored: it is kept outside of self.log and of torchmetrics in the module",
 }
+# Two numbers have the same sum in any order, three have not.
+_BUCKETS = (
+    "with three ranks or more, DDP adds up gradients in another order at a process's first step "
+    "(DDPStrategy(find_unused_parameters=True) keeps one order); or "
+)
 # What is behind a difference rather shows in these, in this order, than in the others, which follow from them.
 _BY_CAUSE = (
     "batch", "epoch", "batch index", "global step", "requires_grad", "output", "random state", "learning rates",
@@ -127,7 +132,7 @@ def cause_after_restart(
     if found.name == "output":
         return _of_output(found, same, resumed_batch)
     if found.name == "weights" and "optimizer state" in same:
-        return _AFTER_A_RESTART["optimizer state"]
+        return (_BUCKETS if len(expected) > 2 else "") + _AFTER_A_RESTART["optimizer state"]
     if found.name == "weights":
         return "something beside the optimizer changes the weights, and its state was not restored"
     return _AFTER_A_RESTART.get(found.name, f"{found.name} was not restored")

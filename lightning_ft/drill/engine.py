@@ -330,5 +330,5 @@ def _not_covered(plan: Drill, reference: _Run, trials: Sequence[Trial], validati
     if facts.get("accelerator") == "CPUAccelerator":
         yield "kernels of an accelerator"
     yield "the directory or store itself: the checkpoints were on a local disk"
-    yield "files that the script writes by itself, and what loggers keep"
+    yield "files that the script writes by itself, or before it makes a FaultTolerantCheckpoint; what loggers keep"
     yield from (line["note"] for line in lines if "note" in line)

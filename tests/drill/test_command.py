@@ -77,6 +77,14 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
+def test_the_end_of_the_output_is_not_filled_by_progress_bars(tmp_path: Path) -> None:
+    (tmp_path / "output").write_bytes(
+        b"begin\nError: x\r\n\n" + b"".join(b"\r%d%%" % n for n in range(100)) + b"\n\xff"
+    )
+    assert Ended(1, False, tmp_path / "output").tail() == "begin\nError: x\n99%\n\ufffd"
+    assert Ended(1, False, tmp_path / "output").tail(lines=1) == "\ufffd"
+
+
 def test_a_program_that_is_not_there_or_no_program_is_named(tmp_path: Path) -> None:
     for command in (["no-such-program"], [str(tmp_path)]):
         with pytest.raises(CannotStartError, match=f"{re.escape(command[0])} cannot be started: "):

@@ -61,6 +61,16 @@ def test_only_the_callbacks_that_differ_are_named() -> None:
     assert text.startswith("step 3: callbacks differs: {'B': '1'} uninterrupted, {'B': '2'} restarted")
 
 
+def test_with_three_ranks_the_order_of_ddps_sums_is_thought_of() -> None:
+    for ranks in (2, 3):
+        expected = {rank: [step(n, optimizer_state="o") for n in range(1, 5)] for rank in range(ranks)}
+        changed = {rank: [step(3, optimizer_state="p", weights="x")] for rank in range(ranks)}
+        text = diagnosed(expected, changed)
+        assert text.startswith("step 3: weights differs")
+        assert text.endswith("the state of the optimizer was dropped or changed on its way through the checkpoint")
+        assert ("find_unused_parameters=True" in text) == (ranks == 3)
+
+
 def test_values_are_written_for_people() -> None:
     long = "cc2abe0dc8bc34ff6be00051f4ba5e9d"
     expected = [step(3, output={"loss": (0.1).hex(), "other": long, "same": "s"})]

@@ -53,7 +53,7 @@ def test_the_document_is_what_help_says(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_of_lightnings_launcher(tmp_path: Path) -> None:
-    script = (sys.executable, VARIED, "plain", tmp_path / "users", "--devices", "2")
+    script = (sys.executable, VARIED, "plain", tmp_path / "users", "--devices", "2", "--strategy", "ddp")
     answer = drill("--json", "--keep", tmp_path / "kept", "--", *script)
     document = answer.json
     assert (answer.code, document["verdict"], document["world_size"]) == (0, "PASS", 2), document
@@ -73,8 +73,9 @@ def torchrun() -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_of_torchrun_killed_in_a_save_of_one(tmp_path: Path) -> None:
-    script = (VARIED, "plain", tmp_path / "users", "--devices", "2")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_ft"])
+def test_two_ranks_of_torchrun_killed_in_a_save_of_one(strategy: str, tmp_path: Path) -> None:
+    script = (VARIED, "plain", tmp_path / "users", "--devices", "2", "--strategy", strategy)
     document = drill("--json", "--kill-at", "Renamed@0", "--", *torchrun(), *script).json
     assert (document["verdict"], document["world_size"]) == ("PASS", 2), document
     assert document["trials"][0]["resumed_batch"] == 4

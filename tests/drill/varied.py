@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,9 +44,9 @@ def loader(samples: int = 64) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(numbers), batch_size=4, shuffle=samples == 64)
 
 
-def trainer(dirpath: str, *callbacks: L.Callback, devices: int = 1, **kwargs: object) -> L.Trainer:
+def trainer(dirpath: str, *callbacks: L.Callback, **kwargs: object) -> L.Trainer:
     return L.Trainer(
-        accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto", val_check_interval=0.5,
+        accelerator="cpu", val_check_interval=0.5,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
         callbacks=[ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=4), *callbacks],
         **{"max_epochs": 1, "logger": False, **kwargs},
@@ -71,6 +72,7 @@ def rich(root: str, model: Net) -> None:
         default_root_dir=root, callbacks=[best, OnExceptionCheckpoint(root)], enable_progress_bar=False,
     )  # fmt: skip
     main.callbacks.append(ours)
+    Tuner(main).lr_find(model, loader(), loader(8), num_training=4, update_attr=False)
     main.validate(model, loader(16))
     main.fit(model, loader(), loader(8), ckpt_path="last")
     main.validate(model, loader(32))
@@ -87,6 +89,7 @@ def main() -> None:
     parser.add_argument("what")
     parser.add_argument("root")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--strategy", default="auto")
     parser.add_argument("--noise", type=float, default=0.0)
     args = parser.parse_args()
     L.seed_everything(1, verbose=False)
@@ -104,9 +107,10 @@ def main() -> None:
         callback = ft.FaultTolerantCheckpoint(args.root, guards=(ft.DivergenceGuard(action="stop"),))
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
     else:
-        it = trainer(args.root, devices=args.devices)
+        it = trainer(args.root, devices=args.devices, strategy=args.strategy)
         it.fit(model, loader(), loader(8), ckpt_path="last")
-        it.test(model, loader(32))
+        if args.strategy != "fsdp_ft":  # after whose fits a module's parameters are flat
+            it.test(model, loader(32))
 
 
 if __name__ == "__main__":
