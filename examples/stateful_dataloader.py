@@ -3,7 +3,8 @@
     python examples/stateful_dataloader.py
 
 Of an iterable dataset nobody but its author can tell where it is. `StatefulDataLoader` (torchdata) asks it, in each of
-the workers, and the callback saves and restores the answers. Augmentation needs nothing: every batch has its own seed.
+the workers, and the callback saves and restores the answers. Whatever it draws must follow from these or, as here, from
+the sample: where in a stream a random number belongs, nobody else knows.
 To start over: rm -r runs/stateful
 """
 
@@ -31,7 +32,8 @@ class Lines(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         for number in range(first, self.samples, stride)[self.read :]:
             self.read += 1
             inputs = torch.sin(torch.arange(16.0) * number)
-            yield inputs + 0.1 * torch.randn(16), inputs[:4].prod(dim=0, keepdim=True)
+            noise = torch.randn(16, generator=torch.Generator().manual_seed(number))
+            yield inputs + 0.1 * noise, inputs[:4].prod(dim=0, keepdim=True)
         self.read = 0
 
     def state_dict(self) -> dict[str, Any]:

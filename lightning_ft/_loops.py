@@ -365,6 +365,18 @@ def restore_reloads(trainer: pl.Trainer, saved: dict[str, int | None]) -> None:
         trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = saved["val"]
 
 
+def count_epoch(trainer: pl.Trainer) -> None:
+    """The epoch that runs is counted as begun.
+
+    Lightning leaves that out when it restarts from a checkpoint that it made itself at the last batch of an epoch, and
+    from what is saved in such an epoch a restart would begin it once more.
+    """
+    epochs = trainer.fit_loop.epoch_progress
+    if epochs.current.ready == epochs.current.processed:
+        epochs.increment_ready()
+        epochs.increment_started()
+
+
 def restore_accumulation(trainer: pl.Trainer, batches: int) -> None:
     """The accumulation window is the scheduled one: its callback sets it when an epoch starts, not in its middle."""
     if any(isinstance(c, GradientAccumulationScheduler) for c in callbacks(trainer)):

@@ -274,6 +274,7 @@ class Session:
             if validation_due:
                 _loops.finish_step(self._trainer)
                 return
+        _loops.count_epoch(self._trainer)
         self._loaders.note()
 
     def after_batch(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import runpy
 import signal
 import sys
-from multiprocessing import get_context
 from pathlib import Path
 
 from lightning_ft import events, testing
@@ -29,7 +29,7 @@ def run(
         kill_at: Killed when it has saved so often.
     """
     place.mkdir(exist_ok=True)
-    context = get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(testing.PRELOADED)
     process = context.Process(target=_run, args=(name, args, place, environment or {}, kill_at))
     process.start()
@@ -44,6 +44,8 @@ def run(
 
 
 def _run(name: str, args: tuple[str, ...], place: Path, environment: dict[str, str], kill_at: int | None) -> None:
+    # As in a process that was not started by this module, so that workers of loaders are forked.
+    multiprocessing.set_start_method("fork", force=True)
     os.chdir(place)
     os.environ.update(environment)
     sys.argv = [str(EXAMPLES / name), *args]

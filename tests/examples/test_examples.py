@@ -57,12 +57,13 @@ def test_s3(s3: Place, tmp_path: Path) -> None:
 
 
 def test_before_and_after(tmp_path: Path) -> None:
-    assert run("from_model_checkpoint.py", "before", "1", place=tmp_path).startswith("step 60,")
-    assert list((tmp_path / "runs/migrated").glob("last.ckpt"))
-    run("from_model_checkpoint.py", "after", "3", place=tmp_path, kill_at=3)
-    assert "runs/migrated/last.ckpt" in (tmp_path / "output").read_text()
-    assert run("from_model_checkpoint.py", "after", "3", place=tmp_path).startswith("step 180,")
-    assert "runs/migrated/restart/" in (tmp_path / "output").read_text()
+    """What follows a checkpoint of plain Lightning, made at the last batch of an epoch, is exact from there on."""
+    for name in ("a", "b"):
+        assert run("from_model_checkpoint.py", "before", "1", place=tmp_path / name).startswith("step 60,")
+    expected = run("from_model_checkpoint.py", "after", "3", place=tmp_path / "a")
+    assert expected.startswith("step 180,")
+    run("from_model_checkpoint.py", "after", "3", place=tmp_path / "b", kill_at=3)
+    assert run("from_model_checkpoint.py", "after", "3", place=tmp_path / "b") == expected
 
 
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp.py"])
