@@ -34,6 +34,8 @@ class Arrival:
     first_at: float
     """By the clock of `time.monotonic`."""
     count: int = 1
+    deferred_exits: int = 0
+    """How often another handler of it wanted to end the process at once."""
 
 
 class _Noted:
@@ -41,13 +43,11 @@ class _Noted:
 
     Attributes:
         arrival: What came while somebody asked for it.
-        deferred_exits: How often another handler wanted to end the process at once.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.arrival: Arrival | None = None
-        self.deferred_exits = 0
         # Who had the signal when we took it, each time we did, as `signal.getsignal` says. A later one may pass the
         # signal on to us, whom it had found: then the one before it is meant.
         self._before: list[Any] = []
@@ -57,10 +57,11 @@ class _Noted:
         if os.getpid() != _pid or not _asked_for(number):
             self._as_if_absent(frame)
             return
-        if self.arrival is None:
-            self.arrival = Arrival(time.monotonic())
+        arrival = self.arrival
+        if arrival is None:
+            arrival = self.arrival = Arrival(time.monotonic())
         else:
-            self.arrival.count += 1
+            arrival.count += 1
         if number == signal.SIGINT:
             self._interrupt(frame)
             return
@@ -69,7 +70,7 @@ class _Noted:
         try:
             self._pass_on(frame)
         except SystemExit:
-            self.deferred_exits += 1  # the process is about to end anyway, once the state is saved
+            arrival.deferred_exits += 1  # the process is about to end anyway, once the state is saved
 
     def _interrupt(self, frame: FrameType | None) -> None:
         assert self.arrival is not None
@@ -230,7 +231,7 @@ class Noting:
     @property
     def deferred_exits(self) -> int:
         """How often somebody else's handler wanted to end the process at once."""
-        return sum(noted.deferred_exits for n, noted in _noted.items() if n in self.numbers)
+        return sum(arrival.deferred_exits for arrival in self.arrivals().values())
 
     def close(self, *, dealt_with: bool) -> None:
         """Signals are what they were before, unless another fit or another guard asks for them.

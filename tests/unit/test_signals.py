@@ -208,6 +208,18 @@ def test_suspended_a_signal_means_what_it_meant_also_one_that_came_before() -> N
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "noted\n")
 
 
+def test_an_exit_that_had_to_wait_is_forgotten_with_its_signal() -> None:
+    assert says("""
+        signal.signal(TERM, lambda number, frame: sys.exit(1))
+        noting = s.Noting([TERM], owner := Owner())
+        me(TERM)
+        print(noting.deferred_exits)
+        noting.forget(TERM)
+        print(noting.deferred_exits)
+        noting.close(dealt_with=True)
+    """) == ["1", "0"]
+
+
 def test_the_first_interrupt_is_noted_and_the_second_is_one() -> None:
     assert says("""
         owner = Owner()
