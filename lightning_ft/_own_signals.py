@@ -6,13 +6,14 @@ same step hang), and the one for SLURM's signal saves there, in the middle of a 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from lightning_ft import _loops
+from lightning_ft import _loops, _signals
 
 
 def keep_lightning_out(trainer: pl.Trainer, numbers: Collection[int]) -> Callable[[], None]:
@@ -28,9 +29,12 @@ def keep_lightning_out(trainer: pl.Trainer, numbers: Collection[int]) -> Callabl
 
     def undo() -> None:
         let_in()
-        # It remembers handlers of the time before training, to give them back: ours among them, which are gone then.
+        # It remembers handlers of the time before training, to give them back: ours among them, which are gone then. But
+        # for SIGINT after a Ctrl-C, which it ignores by then, and would for ever.
+        originals = connector._original_handlers
         for number in numbers:
-            connector._original_handlers.pop(number, None)
+            if any(map(_signals.is_ours, (signal.getsignal(number), originals.get(number)))):
+                originals.pop(number, None)
 
     return undo
 
