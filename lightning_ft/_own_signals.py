@@ -29,8 +29,8 @@ def keep_lightning_out(trainer: pl.Trainer, numbers: Collection[int]) -> Callabl
 
     def undo() -> None:
         let_in()
-        # It remembers handlers of the time before training, to give them back: ours among them, which are gone then. But
-        # for SIGINT after a Ctrl-C, which it ignores by then, and would for ever.
+        # It remembers handlers of the time before training, to give them back: ours among them, which are gone then.
+        # But that of SIGINT after a Ctrl-C, which it ignores by then, and would for ever.
         originals = connector._original_handlers
         for number in numbers:
             if any(map(_signals.is_ours, (signal.getsignal(number), originals.get(number)))):
