@@ -6,6 +6,7 @@ same step hang), and the one for SLURM's signal saves there, in the middle of a 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -29,10 +30,11 @@ def keep_lightning_out(trainer: pl.Trainer, numbers: Collection[int]) -> Callabl
     def undo() -> None:
         let_in()
         # It remembers handlers of the time before training, to give them back: ours among them, which are gone then.
-        # Others stay: after a KeyboardInterrupt it has Ctrl-C ignored, and gives it back itself when all is torn down.
+        # But that of SIGINT after a Ctrl-C, which it ignores by then, and would for ever.
+        originals = connector._original_handlers
         for number in numbers:
-            if _signals.is_ours(connector._original_handlers.get(number)):
-                del connector._original_handlers[number]
+            if any(map(_signals.is_ours, (signal.getsignal(number), originals.get(number)))):
+                originals.pop(number, None)
 
     return undo
 

@@ -181,17 +181,12 @@ def _install(numbers: Collection[int]) -> bool:
     if in_main_thread():
         for number in numbers:
             _noted.setdefault(number, _Noted(number)).install()
-    return all(_is_ours(number) for number in numbers)
+    return all(is_ours(signal.getsignal(number)) for number in numbers)
 
 
 def is_ours(handler: object) -> bool:
-    """Whether a handler is one of those that are installed here."""
+    """Whether `handler` is one of this module."""
     return isinstance(handler, _Noted)
-
-
-def _is_ours(number: int) -> bool:
-    present: Any = signal.getsignal(number)
-    return number in _noted and present is _noted[number]
 
 
 class Noting:

@@ -71,7 +71,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             copied.
         save_on_train_end: Save when training ends, unless that state is saved already.
         guards: What may end the run, or take it back, on all ranks at the same step; () for nothing. Default: a
-            `PreemptionGuard` and a `DivergenceGuard`, each with its own defaults, made with this callback.
+            `PreemptionGuard` and a `DivergenceGuard`, each with its own defaults, made when a fit is set up. One that
+            is given notes signals from its own beginning.
         max_restarts_without_progress: When ``ckpt_path="last"`` was started so often from a checkpoint, and each time
             the run ended in a crash before a newer one was saved, the one before is taken, and that is said. Kills
             count as crashes; an end that was asked for (a preemption, Ctrl-C) does not, nor does a refused restart.
@@ -112,8 +113,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}={value!r}: must be True or False")
-        if guards is None:
-            guards = (PreemptionGuard(), DivergenceGuard())
+        self._guarded_by_default = guards is None
+        guards = () if guards is None else guards
         if isinstance(guards, str) or not isinstance(guards, Sequence):
             raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
         for guard in guards:
@@ -215,6 +216,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                     f"local_dirpath={self.settings.local.dirpath!r}: only FaultTolerantCheckpointIO copies checkpoints "
                     f"from there, and this trainer has {type(trainer.strategy.checkpoint_io).__name__}"
                 )
+        if self._guarded_by_default:
+            # Not before: a signal that arrives where there is no fit has nothing to save, and is to end the process.
+            self.settings = replace(self.settings, guards=(PreemptionGuard(), DivergenceGuard()))
         _guarding.arm(self.settings.guards)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0

@@ -835,3 +835,28 @@ def test_what_was_asked_for_before_the_fit_went_back_is_asked_for_again(tmp_path
     finally:
         watch.close()
         watch.leave(75)
+
+
+# -- the guards that are there by default ------------------------------------------------------------------------
+
+
+def test_a_callback_that_is_never_fitted_leaves_signals_alone(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    made = ft.FaultTolerantCheckpoint(tmp_path)
+    assert {number: signal.getsignal(number) for number in before} == before
+    the_trainer = r.trainer(made)
+    the_trainer.validate(r.Line(), s.val_loader(), verbose=False)
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_by_default_a_fit_stops_for_a_signal(tmp_path: Path) -> None:
+    def send(at: Any) -> None:
+        if at.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    made = ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=100)
+    with pytest.raises(SystemExit) as left:
+        r.fit(r.trainer(r.Each(send), made))
+    assert left.value.code == exit_codes.PREEMPTED
+    assert len(r.names(tmp_path)) == 1
+    assert {type(guard) for guard in made.settings.guards} == {ft.PreemptionGuard, ft.DivergenceGuard}
