@@ -371,7 +371,7 @@ def count_epoch(trainer: pl.Trainer) -> None:
     Lightning leaves that out when it restarts from a checkpoint that it made itself at the last batch of an epoch, and
     from what is saved in such an epoch a restart would begin it once more.
     """
-    epochs = trainer.fit_loop.epoch_progress
+    epochs: Any = trainer.fit_loop.epoch_progress
     if epochs.current.ready == epochs.current.processed:
         epochs.increment_ready()
         epochs.increment_started()
