@@ -66,6 +66,7 @@ def test_before_and_after(tmp_path: Path) -> None:
     assert run("from_model_checkpoint.py", "after", "3", place=tmp_path / "b") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp.py"])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Lightning starts the second one as it does for a user: the script once more."""
