@@ -245,7 +245,11 @@ def test_with_closed_outputs_the_exit_code_is_right(run_dir: Path, tmp_path: Pat
 
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_ft", *map(str, large_answer(tmp_path))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+        # Of what is started in the background it is ignored, and so by all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(1) == b"{"  # it writes, and will not be done: a pipe holds less than there is

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
 from lightning_ft import _attempt, _direct, _history, _save_task, _sink, events, rotation
-from lightning_ft._names import KEY, checkpoint_name, parse_leftover
+from lightning_ft._names import KEY, LOCK_NAME, STARTS_NAME, checkpoint_name, parse_leftover
 from lightning_ft._recorder import KillSwitch
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
@@ -55,7 +55,7 @@ def check(dirpath: str | Path, log: str | Path, keep: int) -> list[str]:
     names = sorted(os.listdir(directory)) if directory.exists() else []
     hidden = [name for name in names if parse_leftover(name)]
     files = [name for name in names if name.endswith(".ckpt") and name not in hidden]
-    strange = set(names) - set(hidden) - set(files) - {".lightning_ft.lock", _history.DIRECTORY}
+    strange = set(names) - set(hidden) - set(files) - {LOCK_NAME, STARTS_NAME, _history.DIRECTORY}
     assert not strange, f"nobody would ever remove {strange}"
     found = {name: ft.verify(str(directory / name)) for name in files}
     broken = {name: info.problem for name, info in found.items() if info.problem is not None}

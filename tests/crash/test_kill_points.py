@@ -32,7 +32,11 @@ def checked_trainer(dirpath: str, keep: int) -> L.Trainer:
         file.write(f"{len(left)}\n")
     harness.log_events(log)
     return s.trainer(
-        dirpath, every=2, max_epochs=3, callbacks=(partial(NothingLeft, dirpath),), ft_args={"keep_last": keep}
+        dirpath,
+        every=2,
+        max_epochs=3,
+        callbacks=(partial(NothingLeft, dirpath),),
+        ft_args={"keep_last": keep, "guards": (), "max_restarts_without_progress": None},
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import lightning_ft as ft
 from lightning_ft import _names, events
+from lightning_ft._history import DIRECTORY as EVENTS
 from lightning_ft._names import parse_leftover
 from lightning_ft.testing import assert_resume_exact
 from tests.crash import harness
@@ -37,7 +38,8 @@ def check(dirpath: str) -> None:
     for place in (dirpath, local_of(dirpath)):
         names = os.listdir(place) if os.path.exists(place) else []
         files = [name for name in names if name.endswith(".ckpt") and not parse_leftover(name)]
-        strange = [n for n in names if n not in files and not parse_leftover(n) and not n.startswith(".lightning_ft.")]
+        known = [n for n in names if parse_leftover(n) or n.startswith(".lightning_ft.") or n == EVENTS]
+        strange = set(names) - set(files) - set(known)
         assert not strange, f"nobody would ever remove {strange}"
         found = {name: ft.verify(f"{place}/{name}") for name in files}
         broken |= {f"{place}/{name}": info.problem for name, info in found.items() if info.problem is not None}
@@ -73,7 +75,7 @@ def two_tiers(dirpath: str, *, async_save: bool = True, loses: str = "", every: 
         dirpath, every=every, max_epochs=2, plugins=[ft.FaultTolerantCheckpointIO(async_save=async_save)],
         ft_args={
             "keep_last": KEEP, "local_dirpath": local_of(dirpath), "local_every_n_train_steps": 2,
-            "local_keep_last": LOCAL_KEEP,
+            "local_keep_last": LOCAL_KEEP, "guards": (), "max_restarts_without_progress": None,
         },
     )  # fmt: skip
 

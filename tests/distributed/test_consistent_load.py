@@ -165,7 +165,7 @@ def use(rank: int, directory: Path) -> dict[str, Any]:
 
         Storage.compare = compare  # type: ignore[method-assign]
         sharing = SharedVerification(rank, 2, None)
-        chosen = choose_for_all(ranks, str(place), "full", None, None, Fetched(), sharing)
+        chosen = choose_for_all(ranks, str(place), "full", None, None, Fetched(), sharing, None)
         Storage.compare = comparing  # type: ignore[method-assign]
         seen[f"chosen {name}"] = os.path.basename(str(chosen[0])), chosen[1], sorted(read), len(sharing.took_part_in)
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import lightning_ft as ft
-from lightning_ft import _directory
+from lightning_ft import _directory, exit_codes
 from lightning_ft.errors import ConfigurationError, SaveError
 from tests.ranks import Rank, run, values
 
@@ -165,7 +165,7 @@ def one_raises(rank: Rank) -> Any:
 
 def test_one_rank_raises_and_both_end(tmp_path: Path) -> None:
     outcomes = run(one_raises, tmp_path)
-    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert [outcome.exit_code for outcome in outcomes] == [exit_codes.PEER_LOST, 1]
     assert "ZeroDivisionError: on rank 1" in outcomes[1].error
     assert names(tmp_path / "ours")[-1] == "step=00000003.ckpt"
 

@@ -222,6 +222,7 @@ def test_an_exit_that_had_to_wait_is_forgotten_with_its_signal() -> None:
 
 def test_the_first_interrupt_is_noted_and_the_second_is_one() -> None:
     assert says("""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what is started in the background
         owner = Owner()
         noting = s.Noting([], owner)
         noting.add(signal.SIGINT)
