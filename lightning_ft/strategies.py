@@ -33,6 +33,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ft._dist import everywhere
 from lightning_ft._own_state import differing, own_state
 from lightning_ft._places import Places, note_wrapper
 from lightning_ft._positions import by_name, by_position
@@ -114,11 +115,12 @@ class _ShardedCheckpoints(theirs.ParallelStrategy):
         missing = [] if not module.strict_loading else sorted(places.by_name.keys() - map(places.canonical, weights))
         unknown, missing = self.broadcast((unknown, missing))  # only rank 0 may have all weights
         if unknown or missing:
-            raise ConfigurationError(
+            error = ConfigurationError(
                 f"state_dict() of {type(module).__name__}, or of a module in it, gives {unknown[:5]}, which are no "
                 f"parameters or buffers, and leaves out {missing[:5]}: {type(self).__name__} could not load that. Keep "
                 "what is no parameter in on_save_checkpoint; to leave something out, set strict_loading = False"
             )
+            raise everywhere(error)
 
     @override
     def load_checkpoint(

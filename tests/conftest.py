@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import subprocess
 import sysconfig
 import tempfile
@@ -24,6 +25,8 @@ __all__ = ["chaos", "poor_s3", "proxy", "rclone", "s3", "seaweed"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
         "needs(what, ...): skipped where the machine lacks root, mount, loop (devices), fuse, Python.h, s3fs or a "

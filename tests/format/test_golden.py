@@ -25,6 +25,8 @@ FORMATS = sorted(path.name for path in HERE.glob("v*"))
 GOLDEN = {name: json.loads((HERE / name / "golden.json").read_text())["cases"] for name in FORMATS}
 EVERY = [(name, case) for name in FORMATS for case in GOLDEN[name]]
 OF_A_RUN = [(name, case) for name, case in EVERY if case != "plugin_alone"]
+# Of checkpoints of another kind, or newer than these.
+NOT_IN_EVERY_ONE = {"validation_due", "left_out", "emergency", "as_file"}
 
 
 def unpacked(version: str, case: str, place: Path) -> Path:
@@ -94,7 +96,8 @@ def test_loads_without_us(version: str, case: str, tmp_path: Path) -> None:
     if case == "plugin_alone":
         assert "lightning_ft" not in loaded
         return
-    assert set(loaded["lightning_ft"]) == documented("The dictionary inside")
+    assert documented("The dictionary inside") - set(loaded["lightning_ft"]) == NOT_IN_EVERY_ONE
+    assert not set(loaded["lightning_ft"]) - documented("The dictionary inside")
     ranks = loaded["lightning_ft"]["ranks"]
     assert len(ranks) == job.CASES[case][0]
     loaders = ranks[0]["loaders"]
