@@ -447,12 +447,13 @@ def test_i3_both_signals_save_and_queue_the_job_again(tmp_path: Path, slurm: Slu
 
 
 def test_i3_the_signal_of_lightnings_environment_is_taken_over(tmp_path: Path, slurm: Slurm) -> None:
+    before = signal.getsignal(signal.SIGHUP)
     environment = SLURMEnvironment(requeue_signal=signal.SIGHUP)
     at = At("on_train_batch_start", lambda: me(signal.SIGHUP), n=3)
     stopped(tmp_path, at, default_root_dir=tmp_path, plugins=[environment])
     assert slurm.asked == ["requeue 17"]
     assert not list(tmp_path.glob("hpc_ckpt*"))
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) is before
 
 
 def test_i3_a_task_of_an_array_is_queued_again_alone(
