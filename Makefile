@@ -9,15 +9,16 @@ STAMP := $(VENV)/.stamp
 PYTEST_WORKERS ?= 2
 
 # One thread per process: the tests start many, and threads that share two cores only wait for each other.
-test test-slow test-lowest demo: export OMP_NUM_THREADS := 1
+test test-slow test-lowest test-package demo: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-lowest lint bench bench-stores clean
+.PHONY: help demo test test-slow test-lowest test-package lint bench bench-stores clean
 
 help:
 	@echo "make demo       kill a training twice, restart it, compare every number with an uninterrupted run"
 	@echo "make test       the tests (test-slow: the long ones)"
 	@echo "make test-lowest  whole runs with the oldest supported Lightning"
+	@echo "make test-package  wheel and sdist: what is in them; the wheel at work in an empty environment"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      what saves, idle steps and restarts cost, beside Lightning's own ways and the limits of this"
 	@echo "                machine: ten minutes, into runs/bench (ARGS=--quick: one and a half; ARGS=--help)"
@@ -53,9 +54,15 @@ $(LOWEST)/.stamp: pyproject.toml constraints.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.stamp
-	$(LOWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -p no:cacheprovider \
+	$(LOWEST)/bin/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist worksteal -p no:cacheprovider \
 	  tests/trainer/test_exact.py tests/trainer/test_boundaries.py tests/trainer/test_lifecycle.py \
-	  tests/trainer/test_plain_compatibility.py tests/format
+	  tests/trainer/test_plain_compatibility.py tests/trainer/test_beside.py tests/format tests/unit/test_plugin.py \
+	  tests/guards/test_preemption.py tests/guards/test_divergence.py tests/drill/test_scripts.py \
+	  'tests/sharded/test_exact.py::test_exact[fsdp-sharded-adamw]'
+
+# What `pip install` gives a user.
+test-package: $(STAMP)
+	$(BIN)/python -m pytest tests/packaging
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

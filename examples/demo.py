@@ -1,6 +1,6 @@
 """Shows that a killed and restarted training is the same training: what `make demo` runs.
 
-Runs digits.py in a temporary directory: once uninterrupted; once more, killing itself with SIGKILL in the
+Runs the training of digits.py in a temporary directory: once uninterrupted; once more, killed with SIGKILL in the
 middle of an epoch; then the same command again, killed again; and again, to its end. Then compares every
 number that both runs left behind. Exits with 1 if one differs or is missing.
 """
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-SCRIPT = Path(__file__).with_name("digits.py")
+SCRIPT = Path(__file__).with_name("demo_run.py")
 # An epoch has 45 batches and is validated after 22 and 44 of them; every 10 steps a checkpoint is saved. Both
 # kills are in the middle of an epoch and between two saves, so that some steps must be trained again.
 KILL_AT_STEPS = (57, 116)

@@ -107,8 +107,11 @@ def collect(checkpoint: Any, reductions: Reductions | None = None) -> Records:
     try:
         save_records(checkpoint, records, module, torch.serialization.DEFAULT_PROTOCOL, False)
     finally:
-        # A class lives on until the garbage collector comes by, and with its reductions all memory of a snapshot would.
+        # A class lives on until the garbage collector comes by, and with its reductions all memory of a snapshot would;
+        # and in torch 2.6 also with what torch gives it, a function that knows all storages.
         del module.Pickler.reductions
+        for derived in module.Pickler.__subclasses__():
+            del derived.persistent_id  # type: ignore[attr-defined]
     return records
 
 

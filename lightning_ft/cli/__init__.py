@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lightning_ft.__about__ import __version__
+
 __all__ = ["main", "run"]
 
 # Of the extra `cli`; `lightning_ft.cli.exits` has the other codes, and is checked to agree.
@@ -51,6 +53,9 @@ def run(args: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("typer", "rich", "click", "shellingham"):
             raise
+        if list(args) == ["--version"]:  # which who reports that something is missing should be able to say
+            print(f"lightning-ft {__version__}")
+            return 0
         print(f"lightning-ft: {error.name} is missing: pip install 'lightning-ft[cli]'", file=sys.stderr)
         return _NOT_INSTALLED
     return invoke(args)

@@ -1,4 +1,4 @@
-"""`lightning-ft drill` as it is called: on one rank, on two, under a launcher; on the examples; from CI."""
+"""`lightning-ft drill` as it is called: on one rank, on two, under a launcher; from CI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 FAULTY = Path(__file__).with_name("faulty.py")
 VARIED = Path(__file__).with_name("varied.py")
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "demo.py"]
 
 
 def drill(*args: Any, cwd: Path | None = None, within_secs: float = 560) -> Answer:
@@ -90,16 +89,6 @@ def test_a_fault_of_one_rank_is_named_though_all_ranks_follow(tmp_path: Path) ->
     assert (document["verdict"], document["world_size"]) == ("SILENT DIVERGENCE", 2), document
     assert f"step {trial['resumed_batch'] + 1} on rank 1: batch differs" in trial["reason"]
     assert "random numbers that are not restored" in trial["cause"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_the_examples_pass(example: Path, tmp_path: Path) -> None:
-    answer = drill("--steps", "60", "--", sys.executable, example, cwd=tmp_path)
-    assert answer.code == 0, answer.out + answer.err
-    assert "PASS: killed at batch " in answer.out
-    assert "went on after batch " in answer.out
-    assert not list(tmp_path.iterdir())  # checkpoints and logs, which it would write here
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from tests.examples.processes import EXAMPLES, WITHIN_SECS, run
 from tests.stores.fixtures import Place
 
-SHORT = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name not in ("demo.py", "digits.py")]
+SHORT = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name != "demo.py"]  # no example: `make demo`
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -25,6 +25,8 @@ def test_it_is_short(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "args"),
     [
+        ("digits.py", ()),
+        pytest.param("minimal.py", (), marks=pytest.mark.slow),
         ("stateful_dataloader.py", ()),
         pytest.param("language_model.py", (), marks=pytest.mark.needs("transformers")),
         pytest.param(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_ft as ft
@@ -76,3 +78,38 @@ def often(dirpath: str) -> L.Trainer:
 
 def test_a_restart_is_exact_wherever_the_clock_has_saved(tmp_path: Path) -> None:
     assert_resume_exact(often, s.Net, s.shuffled, kill_at=[6, 11], root=tmp_path)
+
+
+class Saves(Callback):
+    """Writes down on every rank when it took part in a save."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self.path.open("a") as file:
+            file.write("a start\n")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{trainer.global_step}\n")
+
+
+def often_on_rank_zero(dirpath: str) -> L.Trainer:
+    """Asked for its own opinion, rank 1 would never save."""
+    rank = os.environ["LOCAL_RANK"]
+    _interval.LEAST_SECS = _interval.MOST_SECS = 1e-6 if rank == "0" else 1e9
+    made = s.ddp(dirpath, ft_args={"every_n_train_steps": "auto"})
+    made.callbacks.insert(0, Saves(Path(dirpath).parent / f"saves.rank{rank}"))
+    return made
+
+
+@pytest.mark.distributed
+def test_rank_zero_decides_for_all_and_a_restart_is_exact(tmp_path: Path) -> None:
+    compared = assert_resume_exact(
+        often_on_rank_zero, s.Net, s.shuffled, kill_at=[4, "Committed", 9], root=tmp_path, world_size=2
+    )
+    assert compared.validations > 0
+    for run, starts in (("uninterrupted", 1), ("restarted", 4)):
+        zero, one = ((tmp_path / run / f"saves.rank{rank}").read_text().split("a start\n")[1:] for rank in (0, 1))
+        assert len(zero) == len(one) == starts
+        assert zero[-1] == one[-1]  # of starts that were killed, one rank may have been a step ahead
+        assert len(zero[-1].split()) >= 2, zero

@@ -356,7 +356,7 @@ def test_alone_the_plugin_saves_it_and_says_so_once(
     assert caplog.text.count("checkpoint['dir'] is a pathlib.PosixPath") == 1
     assert plugin.load_checkpoint(tmp_path / "b.ckpt", weights_only=False)["dir"] == Path("x")
     with pytest.raises(pickle.UnpicklingError):
-        plugin.load_checkpoint(tmp_path / "b.ckpt")
+        plugin.load_checkpoint(tmp_path / "b.ckpt", weights_only=True)
 
 
 # -- removing ----------------------------------------------------------------------------------------------------
