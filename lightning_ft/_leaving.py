@@ -15,12 +15,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_ft import _loops
-from lightning_ft.exit_codes import ASKED_TO_END
+from lightning_ft import _loops, exit_codes
 
 _log = logging.getLogger(__name__)
 
@@ -76,10 +76,51 @@ def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int],
     ]
 
 
-def leave_with_spawned(exception: BaseException) -> None:
-    """If the ranks that this process has spawned have left with a code of ours, so does it."""
-    if isinstance(exception, ProcessExitedException) and exception.exit_code in ASKED_TO_END:
-        raise _Left(exception.exit_code) from None
+def leave_with_spawned(trainer: pl.Trainer, exception: BaseException) -> None:
+    """If the ranks that this process has spawned have left with a code of ours, so does it.
+
+    Blocks on: those ranks after a Ctrl-C, which a terminal sends to them as well: they save, and leave. Lightning would
+    wait for them too, and then forget their code.
+    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _MultiProcessingLauncher):
+        return
+    codes: list[int | None] = []
+    if isinstance(exception, ProcessExitedException):
+        codes = [exception.exit_code]
+    elif isinstance(exception, KeyboardInterrupt):
+        for process in launcher.procs:
+            process.join()
+        codes = [process.exitcode for process in launcher.procs]
+    code = next((code for code in codes if code in exit_codes.ALL), None)
+    if code is not None:
+        raise _Left(code) from None
+
+
+def leave_spawned(trainer: pl.Trainer, failed: Callable[[BaseException], None]) -> None:
+    """What ends the fit of a process that Lightning has spawned ends it as it ends any other.
+
+    Lightning tells callbacks of an exception in the process that has spawned the ranks, and torch makes exit code 1 of
+    everything that is an `Exception` by its type, as those of our errors are that have a code of their own.
+
+    Args:
+        trainer: The trainer, which is dropped with the fit.
+        failed: Called with the exception.
+    """
+    if not isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        return
+    run_stage = trainer._run_stage
+
+    def run_and_leave() -> Any:
+        try:
+            return run_stage()
+        except BaseException as error:
+            failed(error)
+            if isinstance(error, SystemExit):
+                raise _Left(error.code) from error
+            raise
+
+    _loops.replaced(trainer, "_run_stage", run_and_leave)
 
 
 def expect_exits(trainer: pl.Trainer) -> None:
@@ -110,7 +151,7 @@ class _Expected:
     @property
     def returncode(self) -> int | None:
         code = self._process.returncode
-        return 0 if code in ASKED_TO_END else code
+        return 0 if code in exit_codes.ASKED_TO_END else code
 
     def poll(self) -> int | None:
         return self._process.poll()

@@ -13,24 +13,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_ft import _loops
 from lightning_ft._ballot import WITHIN, Vote
+from lightning_ft._ballot_box import HIGHEST_VOTE
 from lightning_ft._dist import Ranks
 from lightning_ft._watch import Watches
+from lightning_ft.errors import ConfigurationError
 
 VALIDATION_TOPICS = ("validating", "validation_batch_us", "validation_needed")
 """What is voted on in validations only."""
+
+_SAME = ("furthest", "furthest_behind")
+"""Where in the run a ballot was cast, as a number, and what it leaves of the highest vote: the maxima of both over the
+ranks tell whether all of them were there."""
+_BITS = 10
+"""Of the number of the loss, and of that of the optimizer step; those of the batch are what is left."""
 
 
 class Voting:
     """The ballots of one fit, and what was heard in those of the step at hand.
 
     Ranks: all, at the same points: with a watch that waits for the loss, all differentiate as many losses per batch, or
-    none. Thread: main.
+    none. If they do not, that is an error, since each would take the others' votes for those of another loss. Thread:
+    main.
 
     Args:
         trainer: The trainer.
@@ -48,14 +58,17 @@ class Voting:
         topics: tuple[str, ...],
         own: Callable[[], dict[str, int]],
     ) -> None:
+        self._trainer = trainer
         self._watches = watches
         self._own = own
+        topics = (*topics, *VALIDATION_TOPICS, *watches.topics, *(_SAME if watches.wants_loss else ()))
         self.vote = Vote(
-            ranks, (*topics, *VALIDATION_TOPICS, *watches.topics), _loops.collective_timeout(trainer) or WITHIN,
+            ranks, topics, _loops.collective_timeout(trainer) or WITHIN,
             where=lambda: f"vote of batch {_loops.progress(trainer).batch + 1}",
         )  # fmt: skip
         self._heard: dict[str, int] = {}
         self._cast_here = True
+        self._steps = self._losses = 0  # of this batch, and since the step before
 
     def batch_starts(self) -> None:
         """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss."""
@@ -64,6 +77,7 @@ class Voting:
             self.vote.read()
         self._heard = {}
         self._cast_here = False
+        self._steps = self._losses = 0
         if not self._watches.wants_loss:
             self._cast()
 
@@ -72,6 +86,7 @@ class Voting:
         self._watches.loss_known(loss)
         if self._watches.wants_loss:
             self._hear()  # of the loss before this one, if the batch has several
+            self._losses += 1
             self._cast()
 
     def before_optimizer_step(self) -> None:
@@ -83,6 +98,8 @@ class Voting:
         if self._watches.wants_loss:
             self.end_of_batch()  # if this rank has differentiated nothing, others may have
             self._watches.before_step(self._heard)
+            self._steps += 1
+            self._losses = 0
 
     def end_of_batch(self) -> None:
         """What the ranks know of the batch is heard, also if no loss of it was differentiated on some of them."""
@@ -99,7 +116,7 @@ class Voting:
         """
         self.end_of_batch()
         if afresh and self._watches.anywhere:
-            self.vote.cast(self._watches.ballot_between_steps())
+            self.vote.cast({**self._place(), **self._watches.ballot_between_steps()})
             self._hear()
         heard, self._heard = self._heard, {}
         return heard
@@ -115,18 +132,42 @@ class Voting:
             self.vote.read()
         self._heard, self._cast_here = {}, True
 
+    def _require_same(self, furthest: int, furthest_behind: int) -> None:
+        """Else this is not raised everywhere: others may be in a collective that this rank will not come to."""
+        if furthest != furthest_behind:
+            raise ConfigurationError(
+                f"DivergenceGuard: one rank is at {_in_words(furthest_behind)}, and another at {_in_words(furthest)}. "
+                "All ranks must differentiate as many losses for each optimizer step; where they do not, leave that guard "
+                "out: guards=[PreemptionGuard()]"
+            )
+
     def close(self) -> None:
         """Nothing is left of the vote. Local: asks nothing of other ranks."""
         self.vote.close()
 
     def _cast(self) -> None:
         self._cast_here = True
-        self.vote.cast({**self._own(), **self._watches.ballot()})
+        self.vote.cast({**self._place(), **self._own(), **self._watches.ballot()})
+
+    def _place(self) -> dict[str, int]:
+        if not self._watches.wants_loss:
+            return {}
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        batch = batches.total.ready & (HIGHEST_VOTE >> 2 * _BITS)
+        place = (batch << 2 * _BITS) + (self._steps % (1 << _BITS) << _BITS) + self._losses % (1 << _BITS)
+        return dict(zip(_SAME, (place, HIGHEST_VOTE - place), strict=True))
 
     def _hear(self) -> None:
         if self.vote.cast_open:
             heard = self.vote.read()
+            self._require_same(heard.pop(_SAME[0], 0), HIGHEST_VOTE - heard.pop(_SAME[1], HIGHEST_VOTE))
             if self._heard:
                 self.note(heard)
             else:
                 self._heard = heard
+
+
+def _in_words(place: int) -> str:
+    batch, rest = divmod(place, 1 << 2 * _BITS)
+    step, loss = divmod(rest, 1 << _BITS)
+    return f"batch {batch}, loss {loss} for optimizer step {step + 1} of it"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 from weakref import proxy
 
@@ -226,6 +227,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
             self._run_id if fitted_before else "",
         )  # fmt: skip
+        _leaving.leave_spawned(trainer, partial(self.on_exception, trainer, pl_module))
 
     def _install_plugin(self, trainer: pl.Trainer) -> FaultTolerantCheckpointIO | None:
         present = trainer.strategy._checkpoint_io
@@ -256,7 +258,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        _leaving.leave_with_spawned(exception)
+        _leaving.leave_with_spawned(trainer, exception)
         if self._session is not None:
             self._session.failed(exception)
         self._close()

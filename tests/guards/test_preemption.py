@@ -614,6 +614,7 @@ def test_j5_save_now_saves_and_is_gone_when_that_is_durable(tmp_path: Path) -> N
     assert durable == [True]
     assert not file.exists()
 
+
 class While(Callback):
     """Calls `what` once, in the `at`-th batch of the run, or while a checkpoint is loaded."""
 

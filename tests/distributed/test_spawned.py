@@ -1,0 +1,54 @@
+"""Ranks that Lightning spawns: the process that has spawned them leaves with their code, and no write is lost."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_ft as ft
+from lightning_ft import exit_codes
+from tests.distributed.spawned import STEP
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.distributed
+
+
+def ended(place: Path, strategy: str, way: str) -> tuple[int, str]:
+    """The exit code of the process that was started, and what all of them have said."""
+    command = [sys.executable, "-m", "tests.distributed.spawned", str(place), strategy, way]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, start_new_session=True
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+WAYS = {
+    "diverged": (exit_codes.DIVERGED, "rank 1: loss nan in batch 4"),
+    "hung": (exit_codes.HUNG, "late: rank 1"),
+    "lost": (exit_codes.PEER_LOST, "rank 1 ends, since rank 0 failed: ZeroDivisionError: on rank 0"),
+    "failed": (1, "ZeroDivisionError: on rank 1"),
+    "interrupted": (exit_codes.INTERRUPTED, "Ctrl-C: saving and stopping after step"),
+    "killed": (1, f"terminated with signal {signal.SIGKILL.name}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "way"), [*(("ddp_fork", way) for way in WAYS), ("ddp_spawn", "diverged")])
+def test_the_code_of_the_ranks_is_that_of_the_process_that_has_spawned_them(
+    strategy: str, way: str, tmp_path: Path
+) -> None:
+    code, said = ended(tmp_path, strategy, way)
+    expected, words = WAYS[way]
+    assert code == expected, said
+    assert words in said, said
+    assert "went on" not in said
+    good = ft.last_good(str(tmp_path))
+    assert good is not None
+    assert good.manifest is not None
+    assert good.manifest.step >= (STEP - 1 if way == "killed" else STEP), said
+    assert ("LIGHTNING_FT_SKIP_BATCHES=4" in said) is (way in ("diverged", "failed", "lost"))
