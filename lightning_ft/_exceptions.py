@@ -98,35 +98,36 @@ class Exceptions:
         """
         if self._dealt_with is not None:
             return self._dealt_with
-        self._dealt_with = self._peer_to_blame(error) or error
-        if self._dealt_with is error:
+        lost = self._peer_to_blame(error)
+        self._dealt_with = lost or error
+        if lost is None:
             self._say(error)
+        else:
+            _log.error("rank %d ends, since %s", self._ranks.rank, lost)
         if self._ranks.world_size > 1:
             if not is_everywhere(error):
-                self._leave_the_others(error)
+                self._leave_the_others(error, lost)
             _loops.replaced(self._trainer.strategy, "barrier", _nobody_waits)
         if self._plugin is not None:
             self._plugin.writers.hurry()
         return self._dealt_with
 
-    def _leave_the_others(self, error: BaseException) -> None:
-        if self._dealt_with is error:
+    def _leave_the_others(self, error: BaseException, lost: PeerLostError | None) -> None:
+        if lost is None:
             self.peers.tell(_peers.describe(error))
         elif isinstance(error, RankFailure) and self.peers.lost is None:
-            self.peers.tell(error.message, error.rank)
+            self.peers.tell(error.message, error.rank if error.rank >= 0 else None)
         _peers.let_go()
         self._release()
 
     def _peer_to_blame(self, error: BaseException) -> PeerLostError | None:
-        if isinstance(error, PeerLostError):
-            return error
+        """The rank that has failed may have said more than was found out without it."""
         if isinstance(error, RankFailure):
             failure: RankFailure | None = self.peers.lost or error
         else:
             failure = self.peers.blame(error) if _is_lost_connection(error) else None
-        if failure is None:
-            return None
-        _log.error("rank %d ends, since %s", self._ranks.rank, failure)
+        if failure is None or isinstance(failure, PeerLostError):
+            return failure
         lost = PeerLostError(failure.rank, failure.message)
         lost.__cause__ = error
         return lost

@@ -137,8 +137,8 @@ class Voting:
         if furthest != furthest_behind:
             raise ConfigurationError(
                 f"DivergenceGuard: one rank is at {_in_words(furthest_behind)}, and another at {_in_words(furthest)}. "
-                "All ranks must differentiate as many losses for each optimizer step; where they do not, leave that guard "
-                "out: guards=[PreemptionGuard()]"
+                "All ranks must differentiate as many losses for each optimizer step; where they do not, leave that "
+                "guard out: guards=[PreemptionGuard()]"
             )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A script whose ranks Lightning spawns, and how it ends: ``python -m tests.distributed.spawned PLACE STRATEGY WAY``."""
+"""A script whose ranks Lightning spawns: ``python -m tests.distributed.spawned PLACE STRATEGY HOW-IT-ENDS``."""
 
 from __future__ import annotations
 

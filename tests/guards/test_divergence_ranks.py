@@ -15,7 +15,6 @@ import lightning_ft as ft
 from lightning_ft._ballot import Vote
 from lightning_ft._digest import digest
 from lightning_ft._left_out import VARIABLE
-from lightning_ft.errors import PeerLostError
 from tests.guards import diverging as d
 from tests.ranks import Rank, values
 
@@ -204,7 +203,7 @@ class Uneven(Gan):
 
 def uneven(rank: Rank) -> str:
     """Whichever rank finds it out first says it to the other."""
-    with pytest.raises((ft.ConfigurationError, PeerLostError)) as refused:
+    with pytest.raises((ft.ConfigurationError, ft.PeerLostError)) as refused:
         d.fit(rank.root / "uneven", ft.DivergenceGuard(), Uneven(which="critic"), **{**DDP, **UNUSED})
     return str(refused.value)
 

@@ -24,7 +24,8 @@ EXAMPLES = [
     errors.DirectoryInUseError("in use by process 1"),
     errors.DivergenceError("loss inf", step=3, batch=4, losses=[[1e9], []], indices=[[[1, 2]], []], restart_from="/a"),
     errors.RankFailure(3, "OSError: disk full"),
-    errors.RankLostError((1, 2), "batch 7: rank 1, rank 2"),
+    errors.PeerLostError(1, "batch 7: rank 1, rank 2", (1, 2)),
+    errors.PeerLostError(-1, "batch 7: nobody", ()),
     errors.PeerLostError(3, "OSError: disk full"),
 ]
 
