@@ -89,7 +89,7 @@ class Exceptions:
             PeerLostError: One has.
         """
         if self.peers.lost is not None:
-            raise PeerLostError(self.peers.lost.rank, self.peers.lost.message)
+            raise _peers.lost(self.peers.lost)
 
     def deal_with(self, error: BaseException) -> BaseException:
         """`error` is about to end the fit: it is said, and others hear of it. Returns what is to be raised instead.
@@ -98,7 +98,7 @@ class Exceptions:
         """
         if self._dealt_with is not None:
             return self._dealt_with
-        lost = self._peer_to_blame(error)
+        lost = lost_peer(error, self.peers)
         self._dealt_with = lost or error
         if lost is None:
             self._say(error)
@@ -119,18 +119,6 @@ class Exceptions:
             self.peers.tell(error.message, error.rank if error.rank >= 0 else None)
         _peers.let_go()
         self._release()
-
-    def _peer_to_blame(self, error: BaseException) -> PeerLostError | None:
-        """The rank that has failed may have said more than was found out without it."""
-        if isinstance(error, RankFailure):
-            failure: RankFailure | None = self.peers.lost or error
-        else:
-            failure = self.peers.blame(error) if _is_lost_connection(error) else None
-        if failure is None or isinstance(failure, PeerLostError):
-            return failure
-        lost = PeerLostError(failure.rank, failure.message)
-        lost.__cause__ = error
-        return lost
 
     def _say(self, error: BaseException) -> None:
         _memory.advise(error, self._trainer.accumulate_grad_batches)
@@ -186,6 +174,23 @@ class Exceptions:
                 step()
 
         return remove
+
+
+def lost_peer(error: BaseException, peers: Peers) -> PeerLostError | None:
+    """That another rank has failed, or is gone, if this is what `error` comes of.
+
+    Blocks on: nothing; a few seconds if a collective has failed and nobody has said why.
+    """
+    if isinstance(error, RankFailure):
+        failure: RankFailure | None = peers.lost or error  # who has failed may have said more than was found out
+    else:
+        failure = peers.blame(error) if _is_lost_connection(error) else None
+    if failure is None:
+        return None
+    lost = _peers.lost(failure)
+    if lost is not error:
+        lost.__cause__ = error
+    return lost
 
 
 def _nobody_waits(*args: Any, **kwargs: Any) -> None:

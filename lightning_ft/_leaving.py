@@ -76,6 +76,19 @@ def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int],
     ]
 
 
+def end_with(trainer: pl.Trainer, error: BaseException) -> None:
+    """`trainer.fit`, which is about to end with another exception, ends with `error`, once it is torn down."""
+
+    def torn_down() -> None:
+        undo()
+        trainer._teardown()
+        trainer.state.stage = None  # as Lightning does it next
+        raise error
+
+    # The last that Lightning calls before it raises the exception again.
+    undo = _loops.replaced(trainer, "_teardown", torn_down)
+
+
 def leave_with_spawned(trainer: pl.Trainer, exception: BaseException) -> None:
     """If the ranks that this process has spawned have left with a code of ours, so does it.
 
