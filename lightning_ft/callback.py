@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _leaving, _loops, _names
+from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _hang, _leaving, _loops, _names
 from lightning_ft._ballot import WITHIN
 from lightning_ft._dist import Ranks, raised_everywhere
 from lightning_ft._early import Early
@@ -301,7 +301,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if self._is_fit(trainer):
             _guarding.arm(self.settings.guards)
         if trainer.world_size > 1:
-            trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
+            with _hang.awaited(trainer):
+                trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
         if self._is_fit(trainer):
             self._early.meet(_loops.collective_timeout(trainer) or WITHIN)
         ranks = self._ranks = self._ranks or Ranks()
