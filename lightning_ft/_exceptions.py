@@ -8,6 +8,9 @@ In the order in which it happens, all of it local and in the main thread::
     the loops are left       the other ranks hear of it (see `_peers`)                at once
     `on_exception`           what is being written is written                         `_writers.GRACE_SECS`
     `on_exception`           the directory is given up
+
+Private to Lightning (2.5.5 to 2.6): `Trainer._run_stage`, the loops. Its `on_exception` comes after what a user's own
+code has done about the error, and cannot put another one in its place.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Lightning knows only one way out of `Trainer.fit` that is not its return: an exception, which is the failure of the run
 to it and to all callbacks and loggers. So the fit ends by itself, and `SystemExit` is raised after the last that it
 does, past Lightning's handling of errors. A script's own ``finally`` blocks run.
+
+Private to Lightning (2.5.5 to 2.6): `call._call_teardown_hook`, `call._interrupt` and `Trainer._teardown`, the ends of
+`call._call_and_handle_interrupt`, after whose `teardown` hooks, in any order, there is no other; `Trainer._run_stage`,
+the loops, around which a process that was spawned calls no hook; the launchers' `procs`, and `_ChildProcessObserver`,
+which is a thread that nobody holds.
 """
 
 from __future__ import annotations

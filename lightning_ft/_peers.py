@@ -15,6 +15,9 @@ process group was made. A thread of every rank listens to it, on a connection of
 
 A rank whose collective fails, and that finds no reason, wakes all listeners as well. Every listener that is woken
 answers, so that all of them know who does not.
+
+Private to torch (2.13): where the store of the process group is kept, and what groups there are, with their backends;
+there is no public way to either.
 """
 
 from __future__ import annotations
