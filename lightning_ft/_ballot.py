@@ -11,7 +11,7 @@ from typing import Protocol
 from lightning_ft._ballot_box import HIGHEST_VOTE, SharedBox
 from lightning_ft._dist import Ranks
 from lightning_ft._roll_call import GroupBox
-from lightning_ft.errors import RankLostError
+from lightning_ft.errors import PeerLostError
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Vote:
         """The agreed result of the ballot. Ranks: all. Blocks on: the slowest rank having cast its own.
 
         Raises:
-            RankLostError: A rank has not cast its own within the time it has, or never will.
+            PeerLostError: A rank has not cast its own within the time it has, or never will.
         """
         ballot = self._ballot
         assert ballot is not None, "read follows cast"
@@ -135,7 +135,8 @@ class Vote:
                     "%s: waiting for %s for %.0f s now (until %.0f s)",
                     self._where(), _named(absent), waited_secs, self._within_secs,
                 )  # fmt: skip
-        raise RankLostError(tuple(absent), f"{self._where()}: {_named(absent)}, waited for {waited_secs:.1f} s")
+        message = f"{self._where()}: {_named(absent)}, waited for {waited_secs:.1f} s"
+        raise PeerLostError(min(absent, default=-1), message, sorted(absent))
 
     def close(self) -> None:
         """Nothing is left of the vote. Local: asks nothing of other ranks."""

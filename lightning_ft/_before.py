@@ -4,6 +4,10 @@ A validation changes little of what a checkpoint holds: random state, where its 
 count. That is copied when it begins. Weights and the state of optimizers, which are large, are not: they are looked at
 again when the save is made, and if they have changed, or somebody adds to checkpoints what cannot be known, there is no
 such save, and the validation runs to its end.
+
+Private to Lightning (2.5.5 to 2.6): `call._call_callbacks_state_dict`, what a checkpoint says of callbacks, under the
+keys that are looked for when it is loaded; of torch, `Tensor._version`, which it uses itself to find tensors that have
+changed, and documents nowhere.
 """
 
 from __future__ import annotations

@@ -150,7 +150,9 @@ class DivergenceWatch(Watch):
     # -- what follows --------------------------------------------------------------------------------------------
 
     def before_step(self, votes: Mapping[str, int]) -> None:
-        self._heed(votes.get(_TOPIC, _UNKNOWN), undone=True)
+        # An optimizer that computes the loss several times in its step (LBFGS) has moved the weights after the first.
+        automatic = self._fit.trainer.lightning_module.automatic_optimization
+        self._heed(votes.get(_TOPIC, _UNKNOWN), undone=not (automatic and self._steps_of_batch))
         if self._move == Move.LEAVE_OUT:
             for parameter in self._fit.trainer.lightning_module.parameters():
                 parameter.grad = None

@@ -8,6 +8,9 @@ In the order in which it happens, all of it local and in the main thread::
     the loops are left       the other ranks hear of it (see `_peers`)                at once
     `on_exception`           what is being written is written                         `_writers.GRACE_SECS`
     `on_exception`           the directory is given up
+
+Private to Lightning (2.5.5 to 2.6): `Trainer._run_stage`, the loops. Its `on_exception` comes after what a user's own
+code has done about the error, and cannot put another one in its place.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class Exceptions:
             PeerLostError: One has.
         """
         if self.peers.lost is not None:
-            raise PeerLostError(self.peers.lost.rank, self.peers.lost.message)
+            raise _peers.lost(self.peers.lost)
 
     def deal_with(self, error: BaseException) -> BaseException:
         """`error` is about to end the fit: it is said, and others hear of it. Returns what is to be raised instead.
@@ -98,38 +101,27 @@ class Exceptions:
         """
         if self._dealt_with is not None:
             return self._dealt_with
-        self._dealt_with = self._peer_to_blame(error) or error
-        if self._dealt_with is error:
+        lost = lost_peer(error, self.peers)
+        self._dealt_with = lost or error
+        if lost is None:
             self._say(error)
+        else:
+            _log.error("rank %d ends, since %s", self._ranks.rank, lost)
         if self._ranks.world_size > 1:
             if not is_everywhere(error):
-                self._leave_the_others(error)
+                self._leave_the_others(error, lost)
             _loops.replaced(self._trainer.strategy, "barrier", _nobody_waits)
         if self._plugin is not None:
             self._plugin.writers.hurry()
         return self._dealt_with
 
-    def _leave_the_others(self, error: BaseException) -> None:
-        if self._dealt_with is error:
+    def _leave_the_others(self, error: BaseException, lost: PeerLostError | None) -> None:
+        if lost is None:
             self.peers.tell(_peers.describe(error))
         elif isinstance(error, RankFailure) and self.peers.lost is None:
-            self.peers.tell(error.message, error.rank)
+            self.peers.tell(error.message, error.rank if error.rank >= 0 else None)
         _peers.let_go()
         self._release()
-
-    def _peer_to_blame(self, error: BaseException) -> PeerLostError | None:
-        if isinstance(error, PeerLostError):
-            return error
-        if isinstance(error, RankFailure):
-            failure: RankFailure | None = self.peers.lost or error
-        else:
-            failure = self.peers.blame(error) if _is_lost_connection(error) else None
-        if failure is None:
-            return None
-        _log.error("rank %d ends, since %s", self._ranks.rank, failure)
-        lost = PeerLostError(failure.rank, failure.message)
-        lost.__cause__ = error
-        return lost
 
     def _say(self, error: BaseException) -> None:
         _memory.advise(error, self._trainer.accumulate_grad_batches)
@@ -185,6 +177,23 @@ class Exceptions:
                 step()
 
         return remove
+
+
+def lost_peer(error: BaseException, peers: Peers) -> PeerLostError | None:
+    """That another rank has failed, or is gone, if this is what `error` comes of.
+
+    Blocks on: nothing; a few seconds if a collective has failed and nobody has said why.
+    """
+    if isinstance(error, RankFailure):
+        failure: RankFailure | None = peers.lost or error  # who has failed may have said more than was found out
+    else:
+        failure = peers.blame(error) if _is_lost_connection(error) else None
+    if failure is None:
+        return None
+    lost = _peers.lost(failure)
+    if lost is not error:
+        lost.__cause__ = error
+    return lost
 
 
 def _nobody_waits(*args: Any, **kwargs: Any) -> None:

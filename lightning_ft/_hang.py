@@ -13,11 +13,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ft import _headway, _loops, events, exit_codes
+from lightning_ft._arrivals import Arrivals
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft._watcher import peers
 from lightning_ft._watcher.limits import Limits
@@ -40,6 +44,7 @@ class Armed:
     """
 
     def __init__(self, guard: HangGuard) -> None:
+        self.startup_timeout = guard.startup_timeout
         self.watching = Watching(_limits(guard), exit_codes.HUNG)
         self.cells = self.watching.page.cells
         self._pid = os.getpid()
@@ -99,6 +104,28 @@ def arm(guard: HangGuard) -> Armed:
     if _armed is None or not _armed.of_this_process:
         _armed = Armed(guard)
     return _armed
+
+
+@contextmanager
+def awaited(trainer: pl.Trainer) -> Iterator[None]:
+    """The process group is made in here; if this process is watched and hangs there, it is said for which ranks.
+
+    Not where torchrun shares its own store with its workers: that one knows of ranks of an earlier start.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if _armed is None or environment is None or shared or dist.is_initialized():
+        yield
+        return
+    rank = trainer.global_rank
+    arrivals = Arrivals(
+        environment.main_address, environment.main_port, rank, trainer.world_size,
+        told=partial(_armed.watching.tell, rank), within=_armed.startup_timeout,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        arrivals.close()
 
 
 def disarm() -> None:

@@ -2,6 +2,9 @@
 
 Rank 0 is the launcher. A thread of it looks at the others every few seconds, and kills them all, and its own process,
 with SIGKILL when one has ended with another code than 0: also while rank 0 writes a checkpoint, or ends by itself.
+
+Private to Lightning (2.5.5 to 2.6): the launcher's class, the thread's, and of that the list of its processes and the
+method that kills. Nobody holds the thread, and there is no setting that turns it off.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Lightning knows only one way out of `Trainer.fit` that is not its return: an exception, which is the failure of the run
 to it and to all callbacks and loggers. So the fit ends by itself, and `SystemExit` is raised after the last that it
 does, past Lightning's handling of errors. A script's own ``finally`` blocks run.
+
+Private to Lightning (2.5.5 to 2.6): `call._call_teardown_hook`, `call._interrupt` and `Trainer._teardown`, the ends of
+`call._call_and_handle_interrupt`, after whose `teardown` hooks, in any order, there is no other; `Trainer._run_stage`,
+the loops, around which a process that was spawned calls no hook; the launchers' `procs`, and `_ChildProcessObserver`,
+which is a thread that nobody holds.
 """
 
 from __future__ import annotations
@@ -15,12 +20,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_ft import _loops
-from lightning_ft.exit_codes import ASKED_TO_END
+from lightning_ft import _loops, exit_codes
 
 _log = logging.getLogger(__name__)
 
@@ -76,10 +81,64 @@ def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int],
     ]
 
 
-def leave_with_spawned(exception: BaseException) -> None:
-    """If the ranks that this process has spawned have left with a code of ours, so does it."""
-    if isinstance(exception, ProcessExitedException) and exception.exit_code in ASKED_TO_END:
-        raise _Left(exception.exit_code) from None
+def end_with(trainer: pl.Trainer, error: BaseException) -> None:
+    """`trainer.fit`, which is about to end with another exception, ends with `error`, once it is torn down."""
+
+    def torn_down() -> None:
+        undo()
+        trainer._teardown()
+        trainer.state.stage = None  # as Lightning does it next
+        raise error
+
+    # The last that Lightning calls before it raises the exception again.
+    undo = _loops.replaced(trainer, "_teardown", torn_down)
+
+
+def leave_with_spawned(trainer: pl.Trainer, exception: BaseException) -> None:
+    """If the ranks that this process has spawned have left with a code of ours, so does it.
+
+    Blocks on: those ranks after a Ctrl-C, which a terminal sends to them as well: they save, and leave. Lightning would
+    wait for them too, and then forget their code.
+    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _MultiProcessingLauncher):
+        return
+    codes: list[int | None] = []
+    if isinstance(exception, ProcessExitedException):
+        codes = [exception.exit_code]
+    elif isinstance(exception, KeyboardInterrupt):
+        for process in launcher.procs:
+            process.join()
+        codes = [process.exitcode for process in launcher.procs]
+    code = next((code for code in codes if code in exit_codes.ALL), None)
+    if code is not None:
+        raise _Left(code) from None
+
+
+def leave_spawned(trainer: pl.Trainer, failed: Callable[[BaseException], None]) -> None:
+    """What ends the fit of a process that Lightning has spawned ends it as it ends any other.
+
+    Lightning tells callbacks of an exception in the process that has spawned the ranks, and torch makes exit code 1 of
+    everything that is an `Exception` by its type, as those of our errors are that have a code of their own.
+
+    Args:
+        trainer: The trainer, which is dropped with the fit.
+        failed: Called with the exception.
+    """
+    if not isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        return
+    run_stage = trainer._run_stage
+
+    def run_and_leave() -> Any:
+        try:
+            return run_stage()
+        except BaseException as error:
+            failed(error)
+            if isinstance(error, SystemExit):
+                raise _Left(error.code) from error
+            raise
+
+    _loops.replaced(trainer, "_run_stage", run_and_leave)
 
 
 def expect_exits(trainer: pl.Trainer) -> None:
@@ -110,7 +169,7 @@ class _Expected:
     @property
     def returncode(self) -> int | None:
         code = self._process.returncode
-        return 0 if code in ASKED_TO_END else code
+        return 0 if code in exit_codes.ASKED_TO_END else code
 
     def poll(self) -> int | None:
         return self._process.poll()

@@ -4,6 +4,9 @@ A batch is named by its number in the run, from 1 on. Leaving it out is as if th
 no optimizer step, no scheduler, no random number, no hook. What counts batches counts it, so positions, the length of
 the epoch and its validations stay what they are. Which batches they are is part of a run's state, so that a restart
 leaves out the same.
+
+Private to Lightning (2.5.5 to 2.6): the loop of an epoch, of which `advance` fetches and trains one batch, with its
+counters and what asks them. `on_train_batch_start`, the public way, can only end the epoch (by -1).
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ dies of it takes the training along before it has saved: PyTorch raises for a de
 what stops the training does nothing in its workers, which end when their parent tells them to, or is gone.
 
 SIGTERM is also what the parent itself sends to a worker that does not end as it is told; SIGKILL takes its place there.
+
+Private, as of torch 2.13 and torchdata 0.11: `_worker_loop`, what a worker runs, and the functions of
+`torch.utils.data._utils.signal_handling`, which take its signals and note its number. The public `worker_init_fn` is
+the user's, and is called after a while in which a signal would still end the worker. Of Python (3.10 to 3.12),
+`Process._popen`, which is what `Process.terminate` calls, and that is what torch calls.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Its handler for SIGTERM runs a collective, between any two bytecodes of each rank (two ranks that are signalled in the
 same step hang), and the one for SLURM's signal saves there, in the middle of a step.
+
+Private to Lightning (2.5.5 to 2.6): `Trainer._signal_connector`, with what registers a handler and the handlers that
+it found before. Only the one for SLURM can be turned off, and with it the requeueing. The cluster environment that a
+trainer has chosen is known to its `_accelerator_connector` alone, where the strategy has none.
 """
 
 from __future__ import annotations

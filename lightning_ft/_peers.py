@@ -15,6 +15,9 @@ process group was made. A thread of every rank listens to it, on a connection of
 
 A rank whose collective fails, and that finds no reason, wakes all listeners as well. Every listener that is woken
 answers, so that all of them know who does not.
+
+Private to torch (2.13): where the store of the process group is kept, and what groups there are, with their backends;
+there is no public way to either.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +40,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from lightning_ft._dist import WRITERS, Ranks
-from lightning_ft.errors import RankFailure
+from lightning_ft.errors import PeerLostError, RankFailure
 from lightning_ft.exit_codes import PEER_LOST
 
 _log = logging.getLogger(__name__)
@@ -45,15 +50,24 @@ ANSWERS_SECS = 3.0
 LEAVES_SECS = 20.0
 """Within this time the main thread of a peer has left whatever it was doing, or the process is ended."""
 
+_LOOK_EVERY = timedelta(seconds=1)
 _FOREVER = timedelta(days=365)
 _CLOSED = "closed"
 _NO_TAG_OF_A_TRAINING = 1_910_473_826  # nothing is ever sent under it
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, where there is nothing yet that the ranks have made together."""
+
+    rank: int
+    world_size: int
+
+
 class Peers:
     """One rank's end of the line.
 
-    Ranks: construct on all ranks at the same point. Thread: main, but for the listener.
+    Ranks: construct on all ranks; local. Thread: main, but for the listener.
 
     Args:
         ranks: The ranks of the fit.
@@ -63,7 +77,7 @@ class Peers:
 
     THREAD = "lightning-ft-peers"
 
-    def __init__(self, ranks: Ranks, fit: str, last_words: Callable[[], object]) -> None:
+    def __init__(self, ranks: Ranks | Place, fit: str, last_words: Callable[[], object]) -> None:
         self._rank = ranks.rank
         self._world_size = ranks.world_size
         self._prefix = f"lightning_ft/{fit}/"
@@ -101,6 +115,38 @@ class Peers:
             self._wake(rank for rank in range(self._world_size) if rank != self._rank)
         except RuntimeError as unreachable:
             _log.warning("rank %d cannot tell the others of its failure: %s", self._rank, _first_line(unreachable))
+
+    def meet(self, within: timedelta) -> None:
+        """All ranks have come here; once per line. Blocks on: the slowest.
+
+        Raises:
+            PeerLostError: Another rank has failed, has not come in time, or is gone with the store.
+        """
+        if self._store is None:
+            return None
+        everybody = [self._key(f"met/{rank}") for rank in range(self._world_size)]
+        began = time.monotonic()
+        try:
+            self._store.set(everybody[self._rank], "")
+            while self._lost is None:
+                try:
+                    return self._store.wait(everybody, _LOOK_EVERY)
+                except dist.DistStoreError:  # not yet
+                    if time.monotonic() - began > within.total_seconds():
+                        self._lost = self._not_met(everybody, within)
+        except dist.DistError as unreachable:
+            self._lost = self.blame(unreachable)
+            if self._lost is None:
+                raise
+        raise lost(self._lost)
+
+    def _not_met(self, everybody: list[str], within: timedelta) -> RankFailure | None:
+        assert self._store is not None
+        absent = [rank for rank, key in enumerate(everybody) if not self._store.check([key])]
+        if not absent:
+            return None  # by now they have come
+        message = f"it has not been set up{_like(absent[1:])}; others have waited for {within.total_seconds():.0f} s"
+        return PeerLostError(absent[0], message, absent)
 
     def blame(self, error: BaseException) -> RankFailure | None:
         """Who has made the collective fail that raised `error`; None if that cannot be said.
@@ -177,8 +223,8 @@ class Peers:
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(everybody) if not line.check([key])]
             if missing:
-                also = f", like {', '.join(f'rank {rank}' for rank in missing[1:])}" if missing[1:] else ""
-                return RankFailure(missing[0], f"it is gone, or cannot be reached: it does not answer{also}")
+                message = f"it is gone, or cannot be reached: it does not answer{_like(missing[1:])}"
+                return RankFailure(missing[0], message)
         if caller == self._rank:
             return None
         return RankFailure(caller, "it has lost its connections to other ranks, which all answer")
@@ -196,6 +242,11 @@ class Peers:
         finally:
             logging.shutdown()
             os._exit(PEER_LOST)
+
+
+def lost(failure: RankFailure) -> PeerLostError:
+    """What this rank ends with when that has happened to another."""
+    return failure if isinstance(failure, PeerLostError) else PeerLostError(failure.rank, failure.message)
 
 
 def _lines() -> tuple[Store, Store] | None:
@@ -246,6 +297,10 @@ def _break(group: Any) -> None:
 def describe(error: BaseException) -> str:
     """The last line of the traceback that `error` will have."""
     return f"{type(error).__name__}: {error}"
+
+
+def _like(others: list[int]) -> str:
+    return f", like {', '.join(f'rank {rank}' for rank in others)}" if others else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -49,6 +49,8 @@ class Preemption(Watch):
         self._grace_secs, self._grace_from = _grace.grace_secs(guard.grace_secs)
         self._durations = _grace.Durations()
         self._save_now = SaveNow([fit.dirpath, *([fit.local_dirpath] if fit.local_dirpath else [])])
+        self._saving_step: int | None = None
+        self._still_asked = False
         self._voted_at = time.monotonic()
         self._request: Request | None = None
         self._by_signal = False
@@ -75,6 +77,8 @@ class Preemption(Watch):
         if isinstance(event, events.Committed):
             self._durations.note(_names.split(event.path)[0], event.metrics)
             self._save_now.saved(event.step)
+            if self._saving_step is not None and event.step >= self._saving_step:
+                self._saving_step = None
         else:
             self._save_now.failed()
 
@@ -106,7 +110,8 @@ class Preemption(Watch):
         self._voted_at = now = time.monotonic()
         arrivals = self._noting.arrivals()
         stops = {n: arrival for n, arrival in arrivals.items() if n in self._stopping}
-        asked = self._guard.save_signal in arrivals or (self._fit.ranks.is_zero and self._save_now.look())
+        by_file = self._fit.ranks.is_zero and self._save_now.look()
+        asked = by_file or self._still_asked or self._guard.save_signal in arrivals
         return {
             "preempt": max((_code(n, self._fit.ranks.rank) for n in stops), default=0),
             "preempt_age_ms": max((int(1e3 * (now - a.first_at)) + 1 for a in stops.values()), default=0),
@@ -130,6 +135,7 @@ class Preemption(Watch):
             if isinstance(self._guard.save_signal, int):
                 self._noting.forget(self._guard.save_signal)
             self._save_now.asked(progress.step)
+            self._saving_step, self._still_asked = progress.step, False
             if self._fit.ranks.is_zero:
                 _log.warning("a save was asked for: the state after step %d is saved, training goes on", progress.step)
             return Request("asked for", stop=False, save="on_demand")
@@ -181,6 +187,10 @@ class Preemption(Watch):
         self._over = name == "end"
         if name == "load":
             self._batch_at_start = -1  # gone back, maybe to before the start: all that follows is still to be saved
+            # Rank 0 alone hears of commits; it votes for all.
+            self._still_asked = self._fit.ranks.is_zero and (self._still_asked or self._saving_step is not None)
+            self._saving_step = None
+            self._save_now.went_back()
 
     def failed(self, error: BaseException) -> None:
         self._leaves = False

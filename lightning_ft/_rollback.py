@@ -3,6 +3,12 @@
 What a fresh process has by being fresh is seen to here: no gradients, no partial metrics, no scaler within a step, new
 iterators over the data. `on_train_start` and its like do not run again: training has not ended. What callbacks and
 modules keep outside of their `state_dict` stays as it is.
+
+Private to Lightning (2.5.5 to 2.6): the loop of a fit, its `run` and `on_run_start`, its loader and the fetcher that
+iterates over it; the connectors that restore a checkpoint and hold what was logged; the time that a `Timer` counts from
+and the step that a `ModelCheckpoint` has saved last, neither of which a state can set back. `Trainer.fit` is the only
+public way to load a checkpoint, and cannot be called from within itself. Private to torch (2.13): the state of a step
+that a `GradScaler` has begun and not ended.
 """
 
 from __future__ import annotations

@@ -59,6 +59,11 @@ class SaveNow:
                     _remove(path)
             self._found, self._asked_at_step = {}, None
 
+    def went_back(self) -> None:
+        """The run is at an older state: what is asked for is asked for again, and the file looked for at once."""
+        with self._lock:
+            self._asked_at_step, self._looked_at = None, -float("inf")
+
     def failed(self) -> None:
         """A save has failed: the file is still there, and is found again. Thread: any."""
         with self._lock:

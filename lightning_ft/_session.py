@@ -158,12 +158,13 @@ class Session:
         if self._plugin is not None and self._ranks.is_zero:
             self._plugin.wait_for(path)
 
-    def failed(self, error: BaseException) -> None:
-        """The fit ends with `error`. No collective from here on: the other ranks may not have failed."""
-        self._exceptions.deal_with(error)
+    def failed(self, error: BaseException) -> BaseException:
+        """The fit ends with `error`, or what is returned. No collective from here on: others may not have failed."""
+        raised = self._exceptions.deal_with(error)
         self._left_out.say_how(error)
         self.watches.failed(error)
         self._ending.error = error
+        return raised
 
     def finish(self) -> None:
         """The fit has ended by itself: what a restart of a finished run would otherwise leave open is said."""

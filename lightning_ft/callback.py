@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 from weakref import proxy
 
@@ -17,8 +18,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _leaving, _loops, _names
-from lightning_ft._dist import Ranks
+from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _hang, _leaving, _loops, _names
+from lightning_ft._ballot import WITHIN
+from lightning_ft._dist import Ranks, raised_everywhere
+from lightning_ft._early import Early
 from lightning_ft._fetched import Fetched
 from lightning_ft._measuring import require_measurable
 from lightning_ft._preemption import stand_aside
@@ -145,6 +148,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._others: list[ModelCheckpoint] = []
         self._session: Session | None = None
         self._ranks: Ranks | None = None
+        self._early = Early()
         self._run_id = ""
         self._chosen = ""
         self._forget_choice: Callable[[], None] | None = None
@@ -178,6 +182,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
     @override
+    @raised_everywhere()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._others = self._other_checkpoints(trainer)
         plugin = self._install_plugin(trainer)
@@ -220,12 +225,15 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             # Not before: a signal that arrives where there is no fit has nothing to save, and is to end the process.
             self.settings = replace(self.settings, guards=(PreemptionGuard(), DivergenceGuard()))
         _guarding.arm(self.settings.guards)
+        self._early.meet(_loops.collective_timeout(trainer) or WITHIN)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         self._session = Session(
             trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
             self._run_id if fitted_before else "",
         )  # fmt: skip
+        self._early.close()
+        _leaving.leave_spawned(trainer, partial(self.on_exception, trainer, pl_module))
 
     def _install_plugin(self, trainer: pl.Trainer) -> FaultTolerantCheckpointIO | None:
         present = trainer.strategy._checkpoint_io
@@ -240,6 +248,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             type(present).__name__,
         )
         return None
+
+    @staticmethod
+    def _is_fit(trainer: pl.Trainer) -> bool:
+        return trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
     def _other_checkpoints(self, trainer: pl.Trainer) -> list[ModelCheckpoint]:
         return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
@@ -256,10 +268,15 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        _leaving.leave_with_spawned(exception)
+        _leaving.leave_with_spawned(trainer, exception)
+        raised = exception
         if self._session is not None:
-            self._session.failed(exception)
+            raised = self._session.failed(exception)
+        elif self._is_fit(trainer):
+            raised = self._early.failed(exception)
         self._close()
+        if raised is not exception:
+            _leaving.end_with(trainer, raised)
 
     def _close(self) -> None:
         if self._session is not None:
@@ -271,6 +288,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             if forget is not None:
                 forget()
         _guarding.disarm()
+        self._early.close()
+        self._early = Early()
         self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
         self._chosen = ""
 
@@ -279,10 +298,13 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """Called by Lightning for ``ckpt_path="last"``, before `setup`. Ranks: all; rank 0 decides."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._is_fit(trainer):
             _guarding.arm(self.settings.guards)
         if trainer.world_size > 1:
-            trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
+            with _hang.awaited(trainer):
+                trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
+        if self._is_fit(trainer):
+            self._early.meet(_loops.collective_timeout(trainer) or WITHIN)
         ranks = self._ranks = self._ranks or Ranks()
         plugin = self._install_plugin(trainer)
         dirpath = self._directory(trainer)

@@ -17,8 +17,7 @@
         ├── DivergenceError            the loss is bad, and a guard ends the run (also a SystemExit)
         ├── DirectoryInUseError        another live process writes into the directory
         └── RankFailure                another rank failed and said so
-            ├── RankLostError              ... or is late beyond its time, or gone without a word
-            └── PeerLostError              ... or is gone; ends the process with a code of its own (also a SystemExit)
+            └── PeerLostError              ... or is gone, or far too late, and this one ends (also a SystemExit)
 
 Every class survives pickling with its attributes and notes, because errors travel between ranks.
 """
@@ -198,26 +197,22 @@ class RankFailure(FaultToleranceError):
         self.message = message
 
 
-class RankLostError(RankFailure):
-    """A rank did not come where all ranks meet at every step; raised on those that did.
-
-    Attributes:
-        ranks: The ranks that are late or gone; empty if that cannot be told.
-        rank: The first of them; -1 if there is none.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], message: str) -> None:
-        FaultToleranceError.__init__(self, message)
-        self.ranks = ranks
-        self.rank = ranks[0] if ranks else -1
-        self.message = message
-
-
 class PeerLostError(RankFailure, SystemExit):
-    """Another rank failed or is gone in the middle of a fit; that one has the reason, and its traceback.
+    """Another rank has failed, is gone, or is late beyond its time; if it has failed, it has the traceback.
 
     Uncaught, it ends the process with `exit_codes.PEER_LOST`, so that a scheduler can tell the rank that failed from
     those that lost it. Python prints nothing then: it is in the log before it is raised.
+
+    Attributes:
+        rank: The first of `ranks`; -1 if that cannot be told.
+        message: Its error, or what is known of it, as text.
+        ranks: All that are lost, as far as that can be told.
     """
 
     code = PEER_LOST
+
+    def __init__(self, rank: int, message: str, ranks: Sequence[int] | None = None) -> None:
+        super().__init__(rank, message)
+        if rank < 0:
+            self.args = (message,)
+        self.ranks = tuple(ranks) if ranks is not None else (rank,)

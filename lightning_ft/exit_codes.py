@@ -28,3 +28,6 @@ INTERRUPTED = 130
 
 ASKED_TO_END = (PREEMPTED, PREEMPTED_UNSAVED, INTERRUPTED)
 """Those of a process that was asked to end: nothing in it has failed."""
+
+ALL = (*ASKED_TO_END, DIVERGED, HUNG, PEER_LOST)
+"""Every code that means something of its own."""

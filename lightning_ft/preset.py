@@ -27,7 +27,7 @@ def fault_tolerance(
     *,
     every_n_train_steps: int | Literal["auto"] | None = "auto",
     keep_last: int = 3,
-    guards: Sequence[AnyGuard] = (),
+    guards: Sequence[AnyGuard] | None = None,
     storage_options: dict[str, Any] | None = None,
     callbacks: Sequence[pl.Callback] = (),
     plugins: Sequence[Any] = (),
@@ -49,7 +49,7 @@ def fault_tolerance(
         dirpath: See `FaultTolerantCheckpoint`.
         every_n_train_steps: See there.
         keep_last: See there.
-        guards: In place of the one of the same kind; those of your own are added.
+        guards: Exactly these, as in `FaultTolerantCheckpoint`; () for none. Default: the three above.
         storage_options: See `FaultTolerantCheckpointIO`.
         callbacks: Other callbacks of the trainer.
         plugins: Other plugins of the trainer. With one for checkpoints among them, ours is left out.
@@ -64,10 +64,10 @@ def fault_tolerance(
         raise ConfigurationError(
             f"storage_options={storage_options!r}: give them to the {type(writes[0]).__name__} among the plugins"
         )
-    kinds = (PreemptionGuard, DivergenceGuard, HangGuard)
-    missing = [kind() for kind in kinds if not any(isinstance(guard, kind) for guard in guards)]
+    if guards is None:
+        guards = (PreemptionGuard(), DivergenceGuard(), HangGuard())
     checkpoint = FaultTolerantCheckpoint(
-        dirpath, every_n_train_steps=every_n_train_steps, keep_last=keep_last, guards=(*missing, *guards)
+        dirpath, every_n_train_steps=every_n_train_steps, keep_last=keep_last, guards=guards
     )
     ours = FaultTolerantCheckpointIO(verify_after_write="size", storage_options=storage_options)
     return {"callbacks": [*callbacks, checkpoint], "plugins": [*plugins] if writes else [*plugins, ours]}

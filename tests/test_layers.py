@@ -25,11 +25,11 @@ LAYERS: dict[int, str] = {
     "_skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _ballot _broadcast _tensors "
     "_difference _order _deal _kinds _tracked dataloading state guards _shards _places _filling _assembling "
     "_positions _own_state _replicated _ballot_box _roll_call _loader_workers _divergence _late_losses _line "
-    "_peers _memory",
+    "_peers _memory _arrivals",
     4: "callback _callbacks plugin _session _saves _watch _guarding _chronicle _tiers _surprises _choose _restore "
     "_loops _news _metrics _loaders _compare _written_by _recorder _consolidate _loading _merge _takeover "
     "_consistent _sharded_loading strategies _parallel_writes _before _validation _voting _hang _preemption "
-    "_own_signals _leaving _left_out _emergency _last_finite _rollback _divergence_watch _exceptions _launched "
+    "_own_signals _leaving _left_out _emergency _last_finite _rollback _divergence_watch _exceptions _launched _early "
     "_drilled _settings _due _ending _boundaries _redirect _durability _measuring preset",
     5: "testing cli drill report _fixture",
 }

@@ -22,7 +22,7 @@ from lightning_ft._watcher.limits import Limits, Overdue, Vigil
 from lightning_ft._watcher.page import Page, Seen
 from lightning_ft._watcher.peers import Connection, connect
 from lightning_ft._watcher.process import IGNORED, RELEASE, Watched, workers_of
-from lightning_ft._watcher.report import Status, verdict
+from lightning_ft._watcher.report import Status, not_come, verdict
 
 ANSWER_SECS = 5.0
 """So long a rank that hangs waits for what the other ranks' watchers have to say."""
@@ -61,6 +61,7 @@ class Watcher:
         self._rank = 0
         self._world_size = 1
         self._token = ""
+        self._absent: list[int] = []  # of those that this one waits for before they all know each other
         self._listener: socket.socket | None = None
         self._connections: list[Connection] = []
         self._moved_at = time.monotonic()
@@ -115,6 +116,11 @@ class Watcher:
             self._released = data == RELEASE or not self._watched.wait(ENDING_SECS)
             return
         place = json.loads(data)
+        if "absent" in place:
+            if not self._token:  # else it was on its way for long
+                self._rank, self._absent = place["rank"], place["absent"]
+            return
+        self._absent = []
         self._rank, self._world_size = place["rank"], place["world_size"]
         self._token = place["token"]
         for _, _, content in ancillary:
@@ -236,6 +242,8 @@ class Watcher:
         if self._world_size > 1 and self._listener is None and not self._connections:
             known = ", ".join(str(status.rank) for status in statuses)
             return verdict(f"{reason}; watchers of other ranks than {known} cannot be reached", statuses, len(statuses))
+        if self._absent:
+            return verdict(reason, statuses, 1) + "\n" + not_come(self._absent)
         return verdict(reason, statuses, self._world_size)
 
     def _settle(self, own: Status, leads: bool) -> None:

@@ -88,10 +88,19 @@ def verdict(reason: str, statuses: Sequence[Status], world_size: int) -> str:
     lines = [reason]
     if world_size > 1:
         if names:
-            lines.append(f"late: rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}")
+            lines.append(_late(names))
         else:
             lines.append("late: nobody in particular, all ranks have come equally far")
     lines += [status.line() for status in sorted(statuses, key=lambda status: status.rank)]
     if world_size > 1:
         lines += [f"rank {rank}: its watcher does not answer" for rank in sorted(set(range(world_size)) - seen)]
     return "\n".join(lines)
+
+
+def not_come(ranks: Sequence[int]) -> str:
+    """The line about ranks that others wait for where they are to meet."""
+    return f"{_late(ranks)}: not come to the process group"
+
+
+def _late(ranks: Sequence[int]) -> str:
+    return f"late: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -105,6 +105,14 @@ class Watching:
         if listener is not None:
             listener.close()
 
+    def tell(self, rank: int, absent: list[int]) -> None:
+        """The watcher knows who it watches, and for which ranks that one waits before they all know each other.
+
+        Thread: any.
+        """
+        with contextlib.suppress(OSError):  # see `take_place`; or this process is watched no longer
+            self._control.send(json.dumps({"rank": rank, "absent": absent}).encode())
+
     def close(self) -> None:
         """Nobody watches this process any more, and the watcher is gone. May be repeated."""
         if self._process.returncode is None and os.getpid() == self._pid:

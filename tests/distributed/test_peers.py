@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_ft import _peers, exit_codes
 from lightning_ft._dist import WRITERS, Ranks
 from lightning_ft._peers import Peers
+from lightning_ft.errors import PeerLostError
 from tests import ranks
 from tests.ranks import Rank
 
@@ -75,6 +76,25 @@ def nobody_fails(rank: Rank) -> Any:
 
 def test_nobody_fails(tmp_path: Path) -> None:
     assert ranks.values(nobody_fails, tmp_path) == [(None, [])] * 2
+
+
+def one_does_not_come(rank: Rank) -> Any:
+    peers = begin(rank)
+    if rank.number == 1:
+        with pytest.raises(PeerLostError) as error:
+            peers.meet(timedelta(seconds=0.1))
+        rank.tell("1 is done")
+        return error.value.ranks, str(error.value)
+    rank.wait_for("1 is done")
+    peers.meet(timedelta(seconds=30))  # the other one was there
+    peers.close()
+    return None
+
+
+def test_one_does_not_come(tmp_path: Path) -> None:
+    _, (ranks_lost, message) = ranks.values(one_does_not_come, tmp_path)
+    assert ranks_lost == (0,)
+    assert message.startswith("rank 0 failed: it has not been set up; others have waited")
 
 
 def one_loses_the_others(rank: Rank) -> Any:

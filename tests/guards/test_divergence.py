@@ -501,6 +501,36 @@ def test_steps_within_patience_are_left_out(tmp_path: Path, caplog: pytest.LogCa
     assert len(error.losses[0]) == 3
 
 
+class Lbfgs(d.Net):
+    """Two losses per step, between which the weights move; the second of a bad batch is bad."""
+
+    evaluation = 0
+
+    def is_bad(self, batch: Any) -> bool:
+        return super().is_bad(batch) and self.evaluation % 2 == 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.evaluation += 1
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=1e-3, max_iter=2, tolerance_grad=0, tolerance_change=0)
+
+
+@pytest.mark.parametrize(("factor", "tolerated"), [(float("nan"), False), (1e9, True)])
+def test_within_a_step_that_moves_the_weights_between_its_losses_nothing_is_left_out(
+    tmp_path: Path, factor: float, tolerated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = ft.DivergenceGuard(patience=2, max_loss=1e6)
+    _, _, error = d.fit(tmp_path, guard, Lbfgs(at=(4,), factor=factor))
+    assert (error is None) is tolerated
+    assert not any("left out" in r.getMessage() for r in caplog.records)
+    assert any("the step was taken" in r.getMessage() for r in caplog.records) is tolerated
+    if error is not None:
+        assert ours(error.emergency)["emergency"]["steps_of_batch"] == 1
+        assert Path(error.restart_from).name == "step=00000002.ckpt"
+
+
 class PoisonsBatchNorm(d.Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = [batch[0], batch[1] * float("nan")] if self.is_bad(batch) else batch

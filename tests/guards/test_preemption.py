@@ -35,6 +35,7 @@ from lightning_ft.guards import Verdict
 from lightning_ft.manifest import Manifest
 from lightning_ft.state import Progress
 from lightning_ft.storage import Storage
+from tests.guards import diverging as d
 from tests.trainer import runs as r
 from tests.trainer import scenarios as s
 
@@ -623,6 +624,46 @@ def test_j5_save_now_saves_and_is_gone_when_that_is_durable(tmp_path: Path) -> N
     assert len(model.steps) == 8
     assert manifest(tmp_path).reason == "on_demand"
     assert durable == [True]
+    assert not file.exists()
+
+
+class While(Callback):
+    """Calls `what` once, in the `at`-th batch of the run, or while a checkpoint is loaded."""
+
+    def __init__(self, what: Callable[[], Any], at: int | None) -> None:
+        self.what, self.at, self.done = what, at, False
+
+    def _once(self, now: bool) -> None:
+        if now and not self.done:
+            self.done = True
+            self.what()
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._once(trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.at)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._once(self.at is None)
+
+
+@pytest.mark.parametrize("how", ["signal", "file"])
+@pytest.mark.parametrize("at", [None, 5, 6], ids=["load", "before", "bad"])
+def test_j5_a_save_asked_for_before_or_while_the_fit_goes_back_is_made_after_that(
+    tmp_path: Path, how: str, at: int | None
+) -> None:
+    """Two batches make a step: asked in the first, bad in the second; in the bad one; while the checkpoint is read."""
+    file = tmp_path / "SAVE_NOW"
+    guards = (ft.PreemptionGuard(), ft.DivergenceGuard(action="rollback"))
+    asking = While(file.touch if how == "file" else lambda: me(signal.SIGUSR2), at)
+    model, _, error = d.fit(
+        tmp_path, None, d.Net(at=(6,)), callbacks=[asking], accumulate_grad_batches=2, max_epochs=1,
+        ft_args={"guards": guards, "every_n_train_steps": 2, "keep_last": -1, "save_on_train_end": False},
+    )  # fmt: skip
+    assert error is None
+    assert asking.done
+    assert len(model.trained) == 8
+    made = [info.manifest for info in ft.list_checkpoints(tmp_path) if info.manifest is not None]
+    # Without batches 5 and 6, the first step after the rollback is the third.
+    assert [(m.step, m.reason) for m in made] == [(3, "on_demand"), (2, "periodic")]
     assert not file.exists()
 
 

@@ -100,6 +100,16 @@ def test_the_late_rank_of_two_is_named_and_both_end(tmp_path: Path, what: str) -
         assert f"in {what}" in said(tmp_path, 1)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("absent", [1, 0])
+def test_a_rank_that_does_not_come_to_the_process_group_is_named(tmp_path: Path, absent: int) -> None:
+    outcomes = ranks.run(trainings.one_is_absent, tmp_path, str(tmp_path / "checkpoints"), absent, world_size=3)
+    assert [outcome.exit_code for outcome in outcomes] == [0 if rank == absent else 78 for rank in range(3)]
+    for rank in set(range(3)) - {absent}:
+        assert f"late: rank {absent}: not come to the process group" in said(tmp_path, rank)
+        assert re.search(rf"hang: the start has not gone on for \S+ s on rank {rank} ", said(tmp_path, rank))
+
+
 def unlink_when_said(block: Path, root: Path) -> None:
     """The file system goes on when the watcher has said that it can do nothing more."""
     deadline = time.monotonic() + 40

@@ -120,3 +120,16 @@ def save(rank: Rank, dirpath: str) -> None:
     _say_into(rank.root / "0.stderr")
     guard = ft.HangGuard(step_timeout=secs(60), save_timeout=secs(3))
     trainer(dirpath, guard).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
+
+
+def one_is_absent(rank: Rank, dirpath: str, absent: int) -> int:
+    """A training to which one rank does not come, until the others have said all they know."""
+    if rank.number == absent:
+        others = [rank.root / f"{number}.stderr" for number in range(rank.world_size) if number != absent]
+        while not all(other.exists() and "it has left with its exit code" in other.read_text() for other in others):
+            time.sleep(0.05)
+        return absent
+    _say_into(rank.root / f"{rank.number}.stderr")
+    guard = ft.HangGuard(startup_timeout=secs(6))
+    trainer(dirpath, guard, rank.world_size).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
+    return -1

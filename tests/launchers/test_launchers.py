@@ -161,21 +161,67 @@ def two_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
+def environment_of(host: int) -> dict[str, str]:
+    return {
+        **os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.99.0.1", "NODES": "2",
+        "MASTER_PORT": "29600", "NODE_RANK": str(host), "LOCAL_RANK": "0",
+    }  # fmt: skip
+
+
+@pytest.mark.needs("root", "ip")
+@pytest.mark.parametrize(("what", "late"), [("c_code_keeps_the_interpreter", 1), ("it_is_stopped", 0)])
+def test_a_hang_on_another_host(two_hosts: list[str], what: str, late: int, tmp_path: Path) -> None:
+    """Both end within the limit, and the host that is not late says which one is."""
+    logs, ranks = [], []
+    for number, name in enumerate(two_hosts):
+        logs.append(tmp_path / f"log{number}")
+        hangs = what if number == late else "nothing"
+        with logs[-1].open("w") as file:
+            ranks.append(subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, "-m", "tests.hangs.host", str(tmp_path), hangs, "90"],
+                cwd=ROOT, env=environment_of(number), stdout=file, stderr=file,
+            ))  # fmt: skip
+    try:
+        codes = [rank.wait(WITHIN_SECS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    said = [log.read_text() for log in logs]
+    assert codes == [exit_codes.HUNG] * 2, said
+    for text in said:
+        assert f"late: rank {late}\n" in text
+        assert f"rank {1 - late} (" in text
+    assert ("stopped" if what == "it_is_stopped" else f"in {what}") in said[
+        late if what != "it_is_stopped" else 1 - late
+    ]
+
+
+@pytest.mark.needs("root", "ip")
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_host_that_does_not_come(two_hosts: list[str], absent: int, tmp_path: Path) -> None:
+    """Its cable is there, and nothing answers."""
+    here = 1 - absent
+    training = [sys.executable, "-m", "tests.hangs.host", str(tmp_path), "nothing", "8"]
+    done = subprocess.run(
+        ["ip", "netns", "exec", two_hosts[here], *training],
+        cwd=ROOT, env=environment_of(here), capture_output=True, text=True, check=False, timeout=WITHIN_SECS,
+    )  # fmt: skip
+    assert done.returncode == exit_codes.HUNG, done.stderr
+    assert f"late: rank {absent}: not come to the process group" in done.stderr
+
+
 @pytest.mark.needs("root", "ip")
 def test_a_link_that_is_cut(two_hosts: list[str], tmp_path: Path) -> None:
     """Both sides end when the timeout of their collectives is over, and name the other."""
     logs, ranks = [], []
     for number, name in enumerate(two_hosts):
         logs.append(tmp_path / f"log{number}")
-        environment = {
-            **os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.99.0.1", "NODES": "2",
-            "MASTER_PORT": "29600", "NODE_RANK": str(number), "LOCAL_RANK": "0",
-        }  # fmt: skip
         command = [sys.executable, "examples/cluster.py", "--steps", "100000", "--timeout-secs", "10"]
         with logs[-1].open("w") as file:
             ranks.append(subprocess.Popen(
                 ["ip", "netns", "exec", name, *command, "--dirpath", str(tmp_path / "run")],
-                cwd=ROOT, env=environment, stdout=file, stderr=file,
+                cwd=ROOT, env=environment_of(number), stdout=file, stderr=file,
             ))  # fmt: skip
     try:
         until(lambda: checkpoints(tmp_path / "run") >= 1 or any(rank.poll() is not None for rank in ranks), logs[0])

@@ -21,7 +21,7 @@ from lightning_ft import _ballot_box, _roll_call
 from lightning_ft._ballot import Vote
 from lightning_ft._ballot_box import HIGHEST_VOTE, SharedBox
 from lightning_ft._dist import Ranks
-from lightning_ft.errors import RankLostError
+from lightning_ft.errors import PeerLostError
 from tests.ranks import Rank, run, values
 
 TOPICS = ("a", "b", "c")
@@ -208,7 +208,7 @@ def _one_does_not_come(rank: Rank, way: str, how: str) -> dict[str, Any]:
         os._exit(0)
     vote.cast({})
     began = time.monotonic()
-    with mock.patch.object(_roll_call, "_MARGIN", timedelta(0)), pytest.raises(RankLostError) as error:
+    with mock.patch.object(_roll_call, "_MARGIN", timedelta(0)), pytest.raises(PeerLostError) as error:
         vote.read()
     raised_after_secs = time.monotonic() - began
     rank.tell(f"{rank.number} is done")
@@ -223,6 +223,6 @@ def test_k2_who_did_not_come_is_named(way: str, how: str, tmp_path: Path) -> Non
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, -9 if how == "dies" else 0], outcomes
     for outcome in outcomes[:2]:
         assert outcome.value["ranks"] == (2,), outcome.value
-        assert outcome.value["message"].startswith("vote of batch 2: rank 2 (")
+        assert outcome.value["message"].startswith("rank 2 failed: vote of batch 2: rank 2 (")
         if way == "one host":
             assert ("alive" in outcome.value["message"]) == (how == "is late")

@@ -1,0 +1,64 @@
+"""Which ranks have come to the process group, known while this one waits there, and told to its watcher.
+
+Until the group exists the ranks cannot tell each other anything, and `init_process_group` does not say for whom it
+waits. But the store that it is made over is there as soon as rank 0 is, and takes other connections.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY_SECS = 0.5
+
+
+class Arrivals:
+    """This rank has come, and knows who has not, until `close`.
+
+    Thread: main, but for the one that asks, which may not be freed from a network that does not answer.
+
+    Args:
+        host: Of the store of the run.
+        port: Its port.
+        rank: Of this process.
+        world_size: How many ranks there will be.
+        told: Called with the ranks that have not come, whenever others are missing than before. Thread: another one.
+        within: How long rank 0 is waited for.
+    """
+
+    THREAD = "lightning-ft-arrivals"
+
+    def __init__(
+        self, host: str, port: int, rank: int, world_size: int, told: Callable[[list[int]], None], within: timedelta
+    ) -> None:
+        self._rank = rank
+        self._keys = [f"lightning_ft/arrived/{number}" for number in range(world_size)]
+        self._told = told
+        self._over = threading.Event()
+        threading.Thread(target=self._ask, args=(host, port, within), name=self.THREAD, daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody asks any more. Blocks on: nothing."""
+        self._over.set()
+
+    def _ask(self, host: str, port: int, within: timedelta) -> None:
+        absent = [] if self._rank == 0 else [0]  # who brings the store
+        self._told(absent)
+        try:
+            store = TCPStore(host, port, is_master=False, timeout=within, wait_for_workers=False)
+            store.set(self._keys[self._rank], "")
+            while True:
+                before, absent = absent, [rank for rank, key in enumerate(self._keys) if not store.check([key])]
+                if absent != before:
+                    self._told(absent)
+                if not absent or self._over.wait(_LOOK_EVERY_SECS):
+                    return
+        except dist.DistError as unreachable:
+            _log.debug("who comes to the process group is not known: %s", unreachable)
