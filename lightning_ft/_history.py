@@ -1,7 +1,7 @@
 """What happened to a run, line by line, in a file beside its checkpoints: what a report and an advice are made of.
 
 Every start writes a file of its own, ``ft_events/<UTC time>-<token>.jsonl``: JSON, one object per line, each with
-``at`` (seconds since 1970, of the clock of the machine of rank 0) and ``event``:
+``at`` (seconds since 1970, by the clock of the machine of rank 0 when the start began) and ``event``:
 
 ============  =====================================================================================================
 event         what is true then; further keys
@@ -48,6 +48,11 @@ PROGRESS_SECS = 1.0
 STORE_PROGRESS_SECS = 60.0
 
 
+def _steady() -> Callable[[], float]:
+    since_1970 = time.time() - time.monotonic()
+    return lambda: since_1970 + time.monotonic()
+
+
 class History:
     """The file of one start. Ranks: zero. Thread: any, unless said.
 
@@ -59,7 +64,8 @@ class History:
         storage: Of it.
         later: Runs a function in the background, soon and in order.
         progress_secs: Between two lines of progress.
-        clock: Seconds since 1970.
+        clock: Seconds since 1970; by default those of the machine's clock at construction, and from then on what has
+            passed, so that a clock that is set meanwhile puts nothing out of order.
     """
 
     def __init__(
@@ -68,13 +74,13 @@ class History:
         storage: Storage,
         later: Callable[[Callable[[], None]], None],
         progress_secs: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._dirpath = normalise(dirpath)
         self._storage = storage
         self._later = later
-        self._clock = clock
-        began = datetime.fromtimestamp(clock(), timezone.utc)
+        self._clock = _steady() if clock is None else clock
+        began = datetime.fromtimestamp(self._clock(), timezone.utc)
         name = f"{began:%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(4)}{SUFFIX}"
         self.path = join(join(self._dirpath, DIRECTORY), name)
         self._local = is_local(self.path)

@@ -13,12 +13,14 @@ step. Of a start::
 * lost time: from *survived* to *ended*;
 * stalls: the ``blocked_secs`` of its saves, in which training stood still;
 * useful time: from *training* to *survived*, less the stalls of the saves committed by then;
-* goodput: useful time of all starts, divided by the time from the first line of all to the last.
+* goodput: useful time of all starts, divided by the time that has passed: from the first line to the last of each,
+  and from there to the first of the next one (none, where the clocks of two machines say that it began before).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +75,8 @@ class Start:
     """``finished``, ``stopped`` or ``failed``; None: killed, or still running."""
     reason: str
     """Why it was stopped or failed."""
+    ordinal: int = 1
+    """Greater than that of every start before it that has saved something."""
 
     @property
     def last_step(self) -> int:
@@ -136,7 +140,7 @@ class Timeline:
     @property
     def elapsed_secs(self) -> float:
         """From the first line to the last."""
-        return self.starts[-1].ended_at - self.starts[0].began_at if self.starts else 0.0
+        return self.running_secs + sum(account.down_secs for account in self.accounts)
 
     @property
     def running_secs(self) -> float:
@@ -195,16 +199,22 @@ def read(dirpath: str, storage: Storage) -> Timeline:
 def of_newest_run(starts: Sequence[Start]) -> Timeline:
     """The starts that belong to the run of the last one, by when they began.
 
-    One that has saved nothing belongs to any: the next start had nothing to continue and began again, as a run of
-    another id.
+    Those of one run come in the order of their ordinals, whatever the clocks of their machines say. One that has saved
+    nothing belongs to any run: the next start had nothing to continue and began again, as a run of another id.
     """
     ordered = sorted(starts, key=lambda start: start.began_at)
     newest = next((start.run_id for start in reversed(ordered) if start.run_id), "")
-    return Timeline(tuple(start for start in ordered if start.run_id == newest or not start.saves))
+    of_it = iter(sorted((start for start in ordered if start.run_id == newest), key=lambda start: start.ordinal))
+    return Timeline(
+        tuple(next(of_it) if s.run_id == newest else s for s in ordered if s.run_id == newest or not s.saves)
+    )
 
 
 def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:
-    """The start that the lines of a file tell of; None if there is no ``started``. A line cut short is passed over."""
+    """The start that the lines of a file tell of; None if there is no ``started``.
+
+    A line that is cut short or damaged is passed over.
+    """
     records = [record for line in lines if (record := _parsed(line)) is not None]
     started = next((record for record in records if record["event"] == "started"), None)
     if started is None:
@@ -228,6 +238,7 @@ def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:
         ended_at=max(r["at"] for r in records),
         how=str(ended["how"]) if "how" in ended else None,
         reason=str(ended.get("reason", "")),
+        ordinal=int(started.get("start", 1)),
     )
 
 
@@ -243,11 +254,18 @@ def _save(record: Mapping[str, Any]) -> Save:
     )
 
 
+_NUMBERS = ("at", "start", "world_size", "step", "blocked_secs", "write_secs", "total_secs", "size_bytes")
+
+
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:
         return None  # the last line of a run that was killed while it wrote
-    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "at" not in record:
         return None
-    return record if isinstance(record.get("at"), (int, float)) else None
+    return record if all(_is_number(record[name]) for name in _NUMBERS if name in record) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
