@@ -175,6 +175,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if local is not None:
             self.settings = replace(self.settings, local=replace(local, dirpath=elsewhere(local.dirpath)))
 
+    def _save_also_every(self, n_train_steps: int) -> None:
+        """A save is due after so many steps too: for a drill, before `setup`."""
+        trigger = replace(self.settings.trigger, every_n_train_steps=n_train_steps)
+        self.settings = replace(self.settings, trigger=trigger)
+
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
     @override

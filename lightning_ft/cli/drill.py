@@ -48,7 +48,8 @@ Verdicts:
 
 \b
 Where it is killed: by default after a batch in the middle, once a checkpoint is
-durable. --kill-at takes an event of a save: SaveStarted, AttemptOpened,
+durable; a script that saves by the clock, and not in time, is told to save four
+times. --kill-at takes an event of a save: SaveStarted, AttemptOpened,
 DataWritten, DataSynced, Renamed, Committed, DeleteStarted, DeleteHidden,
 Deleted; Renamed:2 is the second in that process, Renamed@1 that of rank 1.
 
@@ -62,12 +63,13 @@ Examples:
 \b
 JSON:
   verdict, drilled, batches, world_size, validations, trials: [kill_at,
-  verdict, reason, cause, output, resumed_batch, durable_batch, replayed],
-  not_covered: [text]
+  killed, verdict, reason, cause, output, resumed_batch, durable_batch,
+  replayed], not_covered: [text]
 
 \b
 Exit code: 0 for PASS; 1 for any other verdict; 3 if the command cannot
-be started; 130 if interrupted (Ctrl-C, SIGTERM). All: lightning-ft --help
+be started; 130 if interrupted (Ctrl-C, SIGTERM, SIGHUP).
+All: lightning-ft --help
 """
 
 
@@ -107,7 +109,7 @@ def drill(
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise typer.BadParameter(f"{keep} is not an empty directory", param_hint="--keep")
     point = kill_at_step if kill_at_step is not None else kill_at
-    with _sigterm_as_ctrl_c(), _scratch(keep) as scratch, _progress(as_json) as say:
+    with _ended_as_by_ctrl_c(), _scratch(keep) as scratch, _progress(as_json) as say:
         try:
             plan = Drill(tuple(command), scratch, point, sweep, steps, atol, timeout, keep is not None)
         except ValueError as error:
@@ -132,13 +134,15 @@ def drill(
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """A CI job that is cancelled ends the runs of its drill too: they are in sessions of their own."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """A job that is cancelled or a terminal that is closed ends the runs too: they are in sessions of their own."""
+    ends = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) is not signal.SIG_IGN]  # nohup
+    before = [(sign, signal.signal(sign, signal.default_int_handler)) for sign in ends]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for sign, handler in before:
+            signal.signal(sign, handler)
 
 
 @contextmanager

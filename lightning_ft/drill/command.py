@@ -102,21 +102,42 @@ def _wait(process: subprocess.Popen[bytes], killed: Path, deadline: float, watch
 
 def _wait_for_others(mark: str, killed: Path) -> None:
     deadline = time.monotonic() + _OTHERS_SECS
-    while time.monotonic() < deadline and not killed.exists() and any(_has_mark(pid, mark) for pid in _processes()):
+    while time.monotonic() < deadline and not killed.exists() and _family(mark):
         time.sleep(_LOOK_SECS)
 
 
 def _kill_all(mark: str) -> None:
-    """No process with `mark` in its environment is left: workers of a launcher are in sessions of their own."""
-    while pids := [pid for pid in _processes() if _has_mark(pid, mark)]:
+    """No process with `mark` in its environment is left, nor what these have started."""
+    while pids := _family(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOK_SECS / 10)  # the kernel ends them in its own time, and some had just started others
 
 
+def _family(mark: str) -> set[int]:
+    """Processes with `mark` in their environment, and their descendants.
+
+    Neither alone is enough: workers of a launcher are in sessions of their own and may outlive it; and a process may
+    be given another environment, or write its title over the one it has.
+    """
+    parents = {pid: _parent(pid) for pid in _processes()}
+    family = {pid for pid in parents if _has_mark(pid, mark)}
+    while children := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= children
+    return family
+
+
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        # The name of the program, in parentheses, may contain anything.
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except OSError:  # gone
+        return 0
 
 
 def _has_mark(pid: int, mark: str) -> bool:

@@ -40,6 +40,10 @@ _AFTER_A_RESTART = {
     "epoch": "the counters of the loops were not restored",
     "metrics": "a metric is not restored: it is kept outside of self.log and of torchmetrics in the module",
 }
+_MODEL_CHECKPOINT = (
+    "a ModelCheckpoint has forgotten its best models: without a dirpath it writes to where the logger does, and where "
+    "that is another directory at every start, Lightning restores none of its state; give it a dirpath"
+)
 # Two numbers have the same sum in any order, three have not.
 _BUCKETS = (
     "with three ranks or more, DDP adds up gradients in another order at a process's first step "
@@ -135,7 +139,15 @@ def cause_after_restart(
         return (_BUCKETS if len(expected) > 2 else "") + _AFTER_A_RESTART["optimizer state"]
     if found.name == "weights":
         return "something beside the optimizer changes the weights, and its state was not restored"
+    if found.name == "callbacks" and _differing(found).startswith("ModelCheckpoint"):
+        return _MODEL_CHECKPOINT
     return _AFTER_A_RESTART.get(found.name, f"{found.name} was not restored")
+
+
+def _differing(found: Difference) -> str:
+    """The first name under which the values differ."""
+    names = [name for name, value in found.expected.items() if (found.actual or {}).get(name) != value]
+    return names[0] if names else ""
 
 
 def _of_output(found: Difference, same: set[str], resumed_batch: int | None) -> str:

@@ -39,6 +39,8 @@ class Drill:
         atol: How far numbers may be apart; None: not at all.
         timeout_secs: Of each run.
         keep: Leave the checkpoints of every run. Otherwise those of one are gone before the next one begins.
+        save_every_n_steps: Save after so many steps too; None: when the script says. One that leaves it to the clock
+            and has not saved by its end is told a number.
 
     Raises:
         ValueError: An argument has a value it cannot have.
@@ -52,6 +54,7 @@ class Drill:
     atol: float | None = None
     timeout_secs: float = 3600.0
     keep: bool = False
+    save_every_n_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.kill_at is not None:
@@ -92,6 +95,10 @@ class _Run:
             return []
         return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
 
+    def facts(self, start: int) -> dict[str, Any]:
+        """What a start has said about itself."""
+        return next((line["fact"] for line in self.lines(start) if "fact" in line), {})
+
 
 @dataclass
 class _Counter:
@@ -119,14 +126,18 @@ def drill(plan: Drill, say: Say) -> Outcome:
         CannotStartError: The command cannot be started.
     """
     reference = _Run(plan.scratch / "uninterrupted")
-    ended = _start(plan, reference, 0, None, say, "uninterrupted")
-    _tidy(plan, reference)
-    if problem := _problem(ended, reference, plan, "the uninterrupted run"):
+    problem = _uninterrupted(plan, reference, say, "uninterrupted")
+    points = _points(plan, reference) if problem is None else []
+    if problem is None and not points and (every := _saves_in_time(reference)) is not None:
+        plan = replace(plan, save_every_n_steps=every)
+        reference = _Run(plan.scratch / "uninterrupted-saving")
+        problem = _uninterrupted(plan, reference, say, f"uninterrupted, saved every {every} steps")
+        points = _points(plan, reference) if problem is None else []
+    if problem is not None:
         return _outcome(plan, reference, [problem])
-    points = _points(plan, reference)
     if not points:
         cause = "no save was begun before the last batch: save more often, or drill more steps"
-        nothing = Trial(None, Verdict.HARD_FAILURE, "there is nothing to restart from", cause)
+        nothing = _failed("there is nothing to restart from", cause)
         return _outcome(plan, reference, [nothing])
     again: list[_Run] = []
     trials = []
@@ -136,6 +147,24 @@ def drill(plan: Drill, say: Say) -> Outcome:
         trials.append(_trial(plan, reference, killed, point, _prefixed(say, prefix), again))
         _tidy(plan, killed)
     return _outcome(plan, reference, trials)
+
+
+def _uninterrupted(plan: Drill, reference: _Run, say: Say, title: str) -> Trial | None:
+    """The run has ended; what is wrong with it, None if nothing is."""
+    ended = _start(plan, reference, 0, None, say, title)
+    _tidy(plan, reference)
+    return _problem(ended, reference, plan, "the uninterrupted run")
+
+
+def _saves_in_time(reference: _Run) -> int | None:
+    """After how many steps to save a run that leaves it to the clock, which is too slow for so short a run.
+
+    When saves are made changes nothing of what is trained. None: it does not leave it to the clock.
+    """
+    if not reference.facts(0).get("saves_by_clock"):
+        return None
+    steps = [record["values"]["global step"] for record in reference.traces()[0] if record["kind"] == "step"]
+    return max(1, max(steps, default=0) // 4)
 
 
 def _prefixed(say: Say, prefix: str) -> Say:
@@ -150,12 +179,12 @@ def _trial(plan: Drill, reference: _Run, killed: _Run, point: _Point, say: Say, 
         if problem := _problem(ended, killed, plan, "the run that was to be killed"):
             return replace(problem, kill_at=title)
         reason = f"the script ended before {where}"
-        cause = "no checkpoint became durable before its end" if point.once_durable else ""
-        return Trial(title, Verdict.HARD_FAILURE, reason, cause)
+        cause = _why_not_killed(point, reference)
+        return Trial(title, Verdict.HARD_FAILURE, reason=reason, cause=cause)
     durable = _durable_batch(killed)
     ended = _start(plan, killed, 1, None, say, "restarted")
     resumed = _resumed_batch(killed)
-    facts = Trial(title, Verdict.PASS, resumed_batch=resumed, durable_batch=durable)
+    facts = Trial(title, Verdict.PASS, killed=True, resumed_batch=resumed, durable_batch=durable)
     if problem := _problem(ended, killed, plan, "the restart"):
         return replace(
             facts, verdict=problem.verdict, reason=problem.reason, cause=problem.cause, output=problem.output
@@ -168,19 +197,32 @@ def _trial(plan: Drill, reference: _Run, killed: _Run, point: _Point, say: Say, 
     if durable is not None and (resumed or 0) < durable:
         began = "from the beginning" if resumed is None else f"after batch {resumed}"
         reason = f"the restart began {began}, though a checkpoint of batch {durable} was durable"
-        cause = (
-            'trainer.fit was not given ckpt_path="last"' if resumed is None else "the newest checkpoint was passed over"
-        )
+        cause = _OF_LOST_WORK["from the beginning" if resumed is None else "from another"]
         return replace(facts, verdict=Verdict.LOST_WORK, reason=reason, cause=cause)
     if resumed is None:
         return replace(facts, reason="no checkpoint was durable yet: the restart began from the beginning")
     return facts
 
 
+_OF_LOST_WORK = {
+    "from the beginning": 'trainer.fit was not given ckpt_path="last" (a script that looks for checkpoints by itself '
+    "does not find those of a drill, which are elsewhere)",
+    "from another": "the newest checkpoint was passed over, or trainer.fit was given the path of another one",
+}
+
+
+def _why_not_killed(point: _Point, reference: _Run) -> str:
+    if point.once_durable:
+        return "no checkpoint became durable before its end"
+    if str(point.at)[0].isdecimal():
+        return f"it trains {_batches(reference.traces())} batches"
+    return "there are not so many events of that kind, or none on that rank"
+
+
 def _start(plan: Drill, of: _Run, start: int, point: _Point | None, say: Say, title: str) -> Ended:
     of.directory.mkdir(parents=True, exist_ok=True)
     assignment = Assignment(
-        str(of.directory), start, plan.steps, summaries=plan.atol is not None,
+        str(of.directory), start, plan.steps, plan.save_every_n_steps, summaries=plan.atol is not None,
         kill_at=None if point is None else point.at, once_durable=point is not None and point.once_durable,
     )  # fmt: skip
     counter = _Counter(of.directory / f"{start}.rank0.jsonl")
@@ -206,14 +248,18 @@ def _problem(ended: Ended, of: _Run, plan: Drill, who: str) -> Trial | None:
     """What is wrong with a run that was to end by itself; None: nothing."""
     if ended.code is None:
         reason = f"{who} did not end within {plan.timeout_secs:g} s"
-        return Trial(None, Verdict.HARD_FAILURE, reason, "it hangs, or --timeout is too short", ended.tail())
+        return _failed(reason, "it hangs, or --timeout is too short", ended.tail())
     if ended.code != 0:
-        return Trial(None, Verdict.HARD_FAILURE, f"{who} ended {_in_words(ended.code)}", "", ended.tail())
+        return _failed(f"{who} ended {_in_words(ended.code)}", "", ended.tail())
     if not of.traces():
         reason = f"{who} trained nothing with a FaultTolerantCheckpoint"
         cause = "no Trainer of the script has that callback, or none of them fits"
-        return Trial(None, Verdict.HARD_FAILURE, reason, cause, ended.tail())
+        return _failed(reason, cause, ended.tail())
     return None
+
+
+def _failed(reason: str, cause: str, output: str = "") -> Trial:
+    return Trial(None, Verdict.HARD_FAILURE, reason=reason, cause=cause, output=output)
 
 
 def _in_words(code: int) -> str:
@@ -303,13 +349,16 @@ def _explained(
 
 def _outcome(plan: Drill, reference: _Run, trials: Sequence[Trial]) -> Outcome:
     traces = reference.traces()
-    kinds = [record["kind"] for records in traces.values() for record in records]
-    batches = kinds.count("step") // max(1, len(traces))
-    validations = kinds.count("validation")
+    validations = sum(record["kind"] == "validation" for records in traces.values() for record in records)
     return Outcome(
-        plan.command, batches, max(1, len(traces)), validations, tuple(trials),
+        plan.command, _batches(traces), max(1, len(traces)), validations, tuple(trials),
         tuple(dict.fromkeys(_not_covered(plan, reference, trials, validations))),
     )  # fmt: skip
+
+
+def _batches(traces: dict[int, list[Record]]) -> int:
+    """Of one rank."""
+    return sum(record["kind"] == "step" for record in traces[0]) if traces else 0
 
 
 def _not_covered(plan: Drill, reference: _Run, trials: Sequence[Trial], validations: int) -> Iterable[str]:
@@ -320,12 +369,14 @@ def _not_covered(plan: Drill, reference: _Run, trials: Sequence[Trial], validati
         yield f"kills at other places than {places} (--sweep: every event of a save)"
     if plan.steps is not None:
         yield f"what happens after {plan.steps} steps"
+    if (every := plan.save_every_n_steps) is not None:
+        yield f"when the script saves: by the clock, and not in time, so it was saved every {every} steps"
     if plan.atol is not None:
         yield f"differences up to {plan.atol:g}; of each tensor only its mean, extremes, first and last were compared"
     if not validations:
         yield "validations: none was run"
     lines = reference.lines(0)
-    facts: dict[str, Any] = next((line["fact"] for line in lines if "fact" in line), {})
+    facts = reference.facts(0)
     yield "several ranks" if facts.get("world_size", 1) == 1 else "several machines"
     if facts.get("accelerator") == "CPUAccelerator":
         yield "kernels of an accelerator"

@@ -65,6 +65,17 @@ def test_no_process_of_a_command_is_left(code: str, ended: tuple[int, bool], tmp
     assert left(tmp_path) == []
 
 
+def test_a_process_with_another_environment_is_not_left_either(tmp_path: Path) -> None:
+    code = (
+        "child = 'import time; open({!r}, \\'w\\').close(); time.sleep(600)'.format(mark + '-3')\n"
+        "subprocess.Popen([sys.executable, '-c', child], env={}, start_new_session=True)\n"
+        "while not os.path.exists(mark + '-3'): time.sleep(0.01)\n"
+        "open(mark[:-5] + 'killed', 'w'); time.sleep(600)"
+    )
+    assert call(code, tmp_path).killed
+    assert left(tmp_path) == []
+
+
 def test_a_rank_that_ends_after_the_first_one_is_waited_for(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(0.5); print(1)'])"
     ended = run([sys.executable, "-c", code], {}, tmp_path / "output", tmp_path / "killed", 60.0, lambda: None)
@@ -118,14 +129,18 @@ def test_on_a_terminal_it_shows_what_runs_and_how_far_it_is() -> None:
     assert b"run 1:" not in shown
 
 
-def test_a_cancelled_drill_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=["cancelled", "terminal closed"])
+def test_a_drill_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: Path) -> None:
     code = FAMILY + "open(mark, 'w'); time.sleep(600)"
     command = [sys.executable, "-m", "lightning_ft", "drill", "--", sys.executable, "-c", code, str(tmp_path / "child")]
-    drill = subprocess.Popen(command, env=environment(TMPDIR=str(tmp_path)), stdin=subprocess.DEVNULL)
+    drill = subprocess.Popen(
+        command, env=environment(TMPDIR=str(tmp_path)), stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whatever started the tests ignores
+    )  # fmt: skip
     while not (tmp_path / "child").exists():
         assert drill.poll() is None
         time.sleep(0.05)
-    drill.terminate()
+    drill.send_signal(how)
     assert drill.wait(60) == 130
     assert left(tmp_path) == []
     assert not list(tmp_path.glob("lightning-ft-drill-*"))

@@ -40,7 +40,7 @@ def test_the_document_is_what_help_says(tmp_path: Path) -> None:
     (trial,) = document["trials"]
     resumed = trial["resumed_batch"]
     assert trial == {
-        "kill_at": "10", "verdict": "PASS", "reason": "", "cause": "", "output": "",
+        "kill_at": "10", "killed": True, "verdict": "PASS", "reason": "", "cause": "", "output": "",
         "resumed_batch": resumed, "durable_batch": resumed, "replayed": 10 - resumed,
     }  # fmt: skip
     help_text = drill("--help").out
