@@ -91,8 +91,9 @@ class _Drill:
         if steps is not None:
             loop.max_steps = steps if loop.max_steps == -1 else min(steps, loop.max_steps)
         ours = [c for c in _loops.callbacks(trainer) if isinstance(c, FaultTolerantCheckpoint)]
-        for callback in ours if self.assignment.save_every_n_steps is not None else []:
-            callback._save_also_every(self.assignment.save_every_n_steps)
+        if (every := self.assignment.save_every_n_steps) is not None:
+            for callback in ours:
+                callback._save_also_every(every)
         if not ours:
             self.say("fits without a FaultTolerantCheckpoint")
         elif self._recorded is None:
