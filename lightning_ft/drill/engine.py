@@ -6,6 +6,7 @@ Each trial has a directory of its own, with checkpoints and traces; the user's o
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -250,12 +251,22 @@ def _problem(ended: Ended, of: _Run, plan: Drill, who: str) -> Trial | None:
         reason = f"{who} did not end within {plan.timeout_secs:g} s"
         return _failed(reason, "it hangs, or --timeout is too short", ended.tail())
     if ended.code != 0:
-        return _failed(f"{who} ended {_in_words(ended.code)}", "", ended.tail())
+        return _failed(f"{who} ended {_in_words(ended.code)}", _why_ended(ended.tail()), ended.tail())
     if not of.traces():
         reason = f"{who} trained nothing with a FaultTolerantCheckpoint"
         cause = "no Trainer of the script has that callback, or none of them fits"
         return _failed(reason, cause, ended.tail())
     return None
+
+
+def _why_ended(tail: str) -> str:
+    """What of a drill may be behind it; empty if that is not known."""
+    found = re.search(r"FileNotFoundError: .*\.ckpt", tail)
+    if found is None:
+        return ""
+    return (
+        "its trainers write elsewhere in a drill: ask a callback for its files (best_model_path, dirpath), not by name"
+    )
 
 
 def _failed(reason: str, cause: str, output: str = "") -> Trial:

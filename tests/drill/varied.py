@@ -111,6 +111,9 @@ def main() -> None:
     elif args.what == "diverges":
         callback = ft.FaultTolerantCheckpoint(args.root, guards=(ft.DivergenceGuard(action="stop"),))
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what == "asks by name":
+        trainer(args.root).fit(model, loader(8), loader(8))
+        Net.load_from_checkpoint(f"{args.root}/step=00000002.ckpt")
     else:
         it = trainer(args.root, devices=args.devices, strategy=args.strategy)
         it.fit(model, loader(), loader(8), ckpt_path="last")
