@@ -19,6 +19,7 @@ step. Of a start::
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -190,7 +191,7 @@ def read(dirpath: str, storage: Storage) -> Timeline:
             continue
         path = join(directory, name)
         with storage.open_read(path) as file:
-            start = start_of_lines(path, file.read().decode("utf-8", "replace").splitlines())
+            start = start_of_lines(path, io.BytesIO(file.read()))
         if start is not None:
             starts.append(start)
     return of_newest_run(starts)
@@ -210,17 +211,33 @@ def of_newest_run(starts: Sequence[Start]) -> Timeline:
     )
 
 
-def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:
+def start_of_lines(path: str, lines: Iterable[bytes]) -> Start | None:
     """The start that the lines of a file tell of; None if there is no ``started``.
 
     A line that is cut short or damaged is passed over.
     """
-    records = [record for line in lines if (record := _parsed(line)) is not None]
-    started = next((record for record in records if record["event"] == "started"), None)
-    if started is None:
+    first: dict[str, dict[str, Any]] = {}
+    progress: list[tuple[float, int]] = []
+    saves: list[Save] = []
+    troubles: list[Trouble] = []
+    ended_at = -math.inf
+    for line in lines:  # of which there are a million in a week or two: nothing is kept of those that are not needed
+        record = _parsed(line)
+        if record is None:
+            continue
+        at, event = record["at"], record["event"]
+        ended_at = max(ended_at, at)
+        if event == "progress":
+            progress.append((at, int(record.get("step", 0))))
+        elif event == "committed":
+            saves.append(_save(record))
+        elif event in ("save_failed", "save_skipped"):
+            troubles.append(Trouble(at, event, int(record.get("step", 0)), str(record.get("reason", ""))))
+        else:
+            first.setdefault(event, record)
+    started, training, ended = (first.get(event, {}) for event in ("started", "training", "ended"))
+    if not started:
         return None
-    training = next((record for record in records if record["event"] == "training"), {})
-    ended = next((record for record in records if record["event"] == "ended"), {})
     return Start(
         path=path,
         run_id=str(training.get("run_id", "")),
@@ -228,14 +245,10 @@ def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:
         began_at=started["at"],
         training_at=training.get("at"),
         first_step=int(training.get("step", 0)),
-        progress=tuple((r["at"], int(r.get("step", 0))) for r in records if r["event"] == "progress"),
-        saves=tuple(_save(r) for r in records if r["event"] == "committed"),
-        troubles=tuple(
-            Trouble(r["at"], r["event"], int(r.get("step", 0)), str(r.get("reason", "")))
-            for r in records
-            if r["event"] in ("save_failed", "save_skipped")
-        ),
-        ended_at=max(r["at"] for r in records),
+        progress=tuple(progress),
+        saves=tuple(saves),
+        troubles=tuple(troubles),
+        ended_at=ended_at,
         how=str(ended["how"]) if "how" in ended else None,
         reason=str(ended.get("reason", "")),
         ordinal=int(started.get("start", 1)),
@@ -257,7 +270,7 @@ def _save(record: Mapping[str, Any]) -> Save:
 _NUMBERS = ("at", "start", "world_size", "step", "blocked_secs", "write_secs", "total_secs", "size_bytes")
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:

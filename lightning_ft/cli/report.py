@@ -32,7 +32,8 @@ Words:
 
 All of it can be worked out by hand from the files in ft_events/, beside the
 checkpoints: JSON lines, one file per start. A killed start ends with its last
-line, which is at most a second old (in a store: a minute).
+line, which is at most a second old (after ten hours of it, ten seconds; in a
+store, a minute).
 
 \b
 Examples:

@@ -67,6 +67,14 @@ def test_two_ranks_of_lightnings_launcher(tmp_path: Path) -> None:
     assert not (tmp_path / "users").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_is_spawned_writes_elsewhere_too(tmp_path: Path) -> None:
+    document = drill("--json", "--kill-at-step", "10", "--", sys.executable, VARIED, "spawned", tmp_path / "users").json
+    assert document["verdict"] == "PASS", document
+    assert not (tmp_path / "users").exists()
+
+
 def torchrun() -> tuple[Any, ...]:
     return (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _free_port())
 

@@ -39,6 +39,16 @@ class Net(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
+class SavesByItself(L.Callback):
+    """A file of the user's own choice, where the fit ends: in the process of the rank."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def loader(samples: int = 64) -> DataLoader[tuple[Tensor, ...]]:
     numbers = torch.arange(samples * 4).reshape(samples, 4) / samples
     return DataLoader(TensorDataset(numbers), batch_size=4, shuffle=samples == 64)
@@ -114,6 +124,9 @@ def main() -> None:
     elif args.what == "asks by name":
         trainer(args.root).fit(model, loader(8), loader(8))
         Net.load_from_checkpoint(f"{args.root}/step=00000002.ckpt")
+    elif args.what == "spawned":
+        it = trainer(args.root, SavesByItself(f"{args.root}/own.ckpt"), strategy="ddp_spawn", devices=1)
+        it.fit(model, loader(), ckpt_path="last")
     else:
         it = trainer(args.root, devices=args.devices, strategy=args.strategy)
         it.fit(model, loader(), loader(8), ckpt_path="last")

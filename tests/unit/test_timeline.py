@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,22 @@ def test_what_a_kill_cut_short_and_what_is_not_known_is_passed_over(tmp_path: Pa
     (start,) = read(str(tmp_path), Storage()).starts
     assert start.ended_at == 2
     assert start_of_lines("x", []) is None
+
+
+def test_of_a_million_lines_little_is_kept() -> None:
+    """The next start reads them beside a training that needs its memory."""
+    count = 20_000
+    first = [b'{"at": 0, "event": "started"}', b'{"at": 0, "event": "training"}']
+    more = (b'{"at": %d.5, "event": "progress", "step": %d, "batch": %d}' % (n, n, n) for n in range(count))
+    tracemalloc.start()
+    try:
+        start = start_of_lines("x", itertools.chain(first, more))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert start is not None
+    assert start.last_step == count - 1
+    assert peak_bytes < 200 * count
 
 
 @pytest.mark.parametrize(
