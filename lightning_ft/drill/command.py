@@ -16,6 +16,8 @@ from pathlib import Path
 _MARK = "LIGHTNING_FT_DRILL_RUN"
 # Between two looks at whether it has ended: a kill is noticed by the processes themselves, so nothing waits for this.
 _LOOK_SECS = 0.2
+# Of what a run has printed, which may be more than fits into memory.
+_TAIL_BYTES = 1 << 20
 # For ranks that end a little after the first one; what is left then was forgotten by the script.
 _OTHERS_SECS = 2.0
 
@@ -37,7 +39,10 @@ class Ended:
 
     def tail(self, lines: int = 40) -> str:
         """The end of what it printed; of lines that were written over, such as progress bars, the last state."""
-        printed = (line.rstrip("\r") for line in self.output.read_bytes().decode(errors="replace").split("\n"))
+        with self.output.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        printed = (line.rstrip("\r") for line in text.split("\n"))
         return "\n".join([line.rpartition("\r")[2] for line in printed if line.strip()][-lines:])
 
 

@@ -30,6 +30,13 @@ def test_three_kills_in_words_and_as_json(ft: Ft, tmp_path: Path) -> None:
     assert document["recommendation"]["every_n_train_steps"] >= 1
 
 
+def test_help_lists_the_keys_of_the_document(ft: Ft, tmp_path: Path) -> None:
+    three_kills(tmp_path)
+    keys = set(ft("report", tmp_path, "--json").json) - {"command"}
+    listed = ft("report", "--help").out.partition("JSON:")[2].partition("Exit code")[0]
+    assert {name.strip() for name in re.sub(r":\s+\[[^]]*\]", "", listed).split(",")} == keys
+
+
 def test_a_page_and_a_picture(ft: Ft, tmp_path: Path) -> None:
     three_kills(tmp_path)
     page, picture = tmp_path / "report.html", tmp_path / "report.png"

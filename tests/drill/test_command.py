@@ -96,6 +96,14 @@ def test_the_end_of_the_output_is_not_filled_by_progress_bars(tmp_path: Path) ->
     assert Ended(1, False, tmp_path / "output").tail(lines=1) == "\ufffd"
 
 
+def test_of_an_output_without_end_the_end_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "output").open("wb") as file:
+        file.truncate(1 << 40)  # a sparse file: no memory has room for it
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nthe end\n")
+    assert Ended(1, False, tmp_path / "output").tail(lines=1) == "the end"
+
+
 def test_a_program_that_is_not_there_or_no_program_is_named(tmp_path: Path) -> None:
     for command in (["no-such-program"], [str(tmp_path)]):
         with pytest.raises(CannotStartError, match=f"{re.escape(command[0])} cannot be started: "):

@@ -139,6 +139,9 @@ def test_a_program_that_is_not_there_is_said_in_a_line(ft: Any) -> None:
 def test_the_workflow_of_the_examples_can_be_run() -> None:
     workflow = yaml.safe_load((ROOT / "examples" / "github-actions" / "drill.yml").read_text())
     (job,) = workflow["jobs"].values()
+    (install,) = [step["run"] for step in job["steps"] if step.get("run", "").startswith("pip install")]
+    assert shlex.split(install) == ["pip", "install", ".[cli]"]
+    assert "\ncli = [" in (ROOT / "pyproject.toml").read_text()
     (line,) = [step["run"] for step in job["steps"] if step.get("run", "").startswith("lightning-ft drill")]
     command = typer.main.get_command(app).commands["drill"]  # type: ignore[attr-defined]
     context = command.make_context("drill", shlex.split(line)[2:])
