@@ -100,8 +100,8 @@ def drill(
 ) -> Code:
     """Prove that a script, killed anywhere and started again, gives the numbers it would have given."""
     from lightning_ft.drill.command import CannotStartError
-    from lightning_ft.drill.engine import Drill
     from lightning_ft.drill.engine import drill as run_drill
+    from lightning_ft.drill.runs import Drill
     from lightning_ft.drill.verdict import Verdict
 
     if sum((kill_at_step is not None, kill_at is not None, sweep)) > 1:
