@@ -133,6 +133,8 @@ class Net(L.LightningModule):
             loss = loss * (1 + noise_of_a_thread() / 2**20)
         self.total += float(loss)
         self.log("loss", loss, on_step=False, on_epoch=True)
+        if FAULT == "ModelCheckpoint without a dirpath":
+            self.log("loss_of_step", loss)
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -162,7 +164,7 @@ def main() -> None:
     logger: Any = False
     if FAULT == "ModelCheckpoint without a dirpath":
         logger = VersionedLogger("logs")
-        callbacks.append(ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_top_k=2))
+        callbacks.append(ModelCheckpoint(monitor="loss_of_step", every_n_train_steps=2, save_top_k=2))
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=logger, enable_progress_bar=False, enable_model_summary=False,
         devices=DEVICES, strategy="ddp" if DEVICES > 1 else "auto", val_check_interval=8, num_sanity_val_steps=0,
