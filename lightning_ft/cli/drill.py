@@ -136,7 +136,9 @@ def drill(
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
     """A job that is cancelled or a terminal that is closed ends the runs too: they are in sessions of their own."""
-    ends = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) is not signal.SIG_IGN]  # nohup
+    from lightning_ft.drill.command import ENDS
+
+    ends = [sign for sign in ENDS if signal.getsignal(sign) is not signal.SIG_IGN]  # as under nohup
     before = [(sign, signal.signal(sign, signal.default_int_handler)) for sign in ends]
     try:
         yield
@@ -151,8 +153,14 @@ def _scratch(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.absolute()
         return
-    with tempfile.TemporaryDirectory(prefix="lightning-ft-drill-") as made:
-        yield Path(made)
+    from lightning_ft.drill.command import undisturbed
+
+    made = tempfile.TemporaryDirectory(prefix="lightning-ft-drill-")
+    try:
+        yield Path(made.name)
+    finally:
+        with undisturbed():
+            made.cleanup()
 
 
 @contextmanager

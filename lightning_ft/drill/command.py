@@ -8,10 +8,14 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals by which a user, a scheduler or a terminal that is closed ends a program."""
 
 _MARK = "LIGHTNING_FT_DRILL_RUN"
 # Between two looks at whether it has ended: a kill is noticed by the processes themselves, so nothing waits for this.
@@ -90,9 +94,24 @@ def run(
             if code == 0:
                 _wait_for_others(mark, killed)
         finally:
-            _kill_all(mark)
-            process.wait()
+            with undisturbed():
+                _kill_all(mark)
+                process.wait()
     return Ended(code, killed.exists(), output)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Signals that ask this process to end are ignored: whoever is impatient must not keep it from cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which no signal interrupts
+        return
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in ENDS]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _wait(process: subprocess.Popen[bytes], killed: Path, deadline: float, watch: Callable[[], None]) -> int | None:

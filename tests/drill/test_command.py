@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ft.drill import command as commands
 from lightning_ft.drill.command import CannotStartError, Ended, run
 from tests.cli.conftest import environment, program
 
@@ -135,6 +136,28 @@ def test_on_a_terminal_it_shows_what_runs_and_how_far_it_is() -> None:
     assert (drill.returncode, b"HARD FAILURE" in out) == (1, True)
     assert b"uninterrupted: batch 0" in shown
     assert b"run 1:" not in shown
+
+
+def test_a_second_ctrl_c_does_not_keep_it_from_ending_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first() -> None:
+        if (tmp_path / "child").exists():
+            raise KeyboardInterrupt
+
+    def after_the_second(mark: str) -> None:
+        for number in commands.ENDS:
+            signal.raise_signal(number)
+        kill_all(mark)
+
+    kill_all = commands._kill_all
+    monkeypatch.setattr(commands, "_kill_all", after_the_second)
+    before = [signal.getsignal(number) for number in commands.ENDS]
+    code = [sys.executable, "-c", FAMILY + "open(mark, 'w'); time.sleep(600)", str(tmp_path / "child")]
+    with pytest.raises(KeyboardInterrupt):
+        run(code, {}, tmp_path / "output", tmp_path / "killed", 60.0, first)
+    assert left(tmp_path) == []
+    assert [signal.getsignal(number) for number in commands.ENDS] == before
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=["cancelled", "terminal closed"])
