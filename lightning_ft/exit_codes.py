@@ -25,3 +25,6 @@ DIVERGED = 77
 HUNG = 78
 PEER_LOST = 79
 INTERRUPTED = 130
+
+ASKED_TO_END = (PREEMPTED, PREEMPTED_UNSAVED, INTERRUPTED)
+"""Those of a process that was asked to end: nothing in it has failed."""
