@@ -132,14 +132,16 @@ def _problem(ended: Ended, of: Run, plan: Drill, who: str) -> Trial | None:
     return None
 
 
+_OF_AN_OUTPUT = {
+    r"FileNotFoundError: .*\.ckpt": "its trainers write elsewhere in a drill: ask a callback for its files "
+    "(best_model_path, dirpath), not by name",
+    r"No space left on device": "there is no room for the checkpoints of a run: TMPDIR, or --keep, says where else",
+}
+
+
 def _why_ended(tail: str) -> str:
     """What of a drill may be behind it; empty if that is not known."""
-    found = re.search(r"FileNotFoundError: .*\.ckpt", tail)
-    if found is None:
-        return ""
-    return (
-        "its trainers write elsewhere in a drill: ask a callback for its files (best_model_path, dirpath), not by name"
-    )
+    return next((cause for pattern, cause in _OF_AN_OUTPUT.items() if re.search(pattern, tail)), "")
 
 
 def _failed(reason: str, cause: str, output: str = "") -> Trial:
