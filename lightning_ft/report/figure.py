@@ -82,10 +82,10 @@ def _draw_starts(axis: Any, summary: Summary, clock: _Clock) -> None:
     bars: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS if name != "stalled"}
     for row, (start, account) in enumerate(zip(starts, summary.accounts, strict=True)):
         training_at = start.training_at if start.training_at is not None else start.ended_at
-        lost_from = start.ended_at - account.lost_secs
         bars["start-up"].append((row, start.began_at, training_at))
-        bars["useful"].append((row, training_at, lost_from))
-        bars["lost"].append((row, lost_from, start.ended_at))
+        bars["useful"].append((row, training_at, account.survived_at))
+        bars["lost"] += [(row, back.lost_from, back.at) for back in start.went_back]  # over it
+        bars["lost"].append((row, account.survived_at, start.ended_at))
         bars["down"].append((row, start.ended_at, start.ended_at + account.down_secs))
     for name, drawn in bars.items():
         left = [clock(begin) for _, begin, _ in drawn]
