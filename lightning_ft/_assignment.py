@@ -21,6 +21,8 @@ class Assignment:
     start: int
     """Which start of the run this is; 0 is the first."""
     steps: int | None = None
+    save_every_n_steps: int | None = None
+    """Save after so many steps too; None: when the script says."""
     kill_at: KillPoint | None = None
     once_durable: bool = False
     """`kill_at` is a batch, after which is killed as soon as a checkpoint is durable."""

@@ -90,11 +90,17 @@ class _Drill:
         steps, loop = self.assignment.steps, trainer.fit_loop.epoch_loop
         if steps is not None:
             loop.max_steps = steps if loop.max_steps == -1 else min(steps, loop.max_steps)
-        if not any(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)):
+        ours = [c for c in _loops.callbacks(trainer) if isinstance(c, FaultTolerantCheckpoint)]
+        if (every := self.assignment.save_every_n_steps) is not None:
+            for callback in ours:
+                callback._save_also_every(every)
+        if not ours:
             self.say("fits without a FaultTolerantCheckpoint")
         elif self._recorded is None:
             self._recorded = trainer
-            _loops.callbacks(trainer)[:0] = [_Drilled(self.assignment)]
+            trigger = ours[0].settings.trigger
+            by_clock = trigger.auto or trigger.train_time_interval is not None
+            _loops.callbacks(trainer)[:0] = [_Drilled(self.assignment, by_clock)]
         elif self._recorded is not trainer:
             self.say("fits of further trainers: that of the first was compared")
 
@@ -108,15 +114,17 @@ class _Drill:
 class _Drilled(Recorder):
     """Records one fit and kills it. One file per rank, whose number is known once the processes are there."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, saves_by_clock: bool) -> None:
         super().__init__("", summaries=assignment.summaries)
         self._assignment = assignment
+        self._saves_by_clock = saves_by_clock
         self._state = "before"
         self._switch: KillSwitch | None = None
         self._durable: threading.Event | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        begin()  # a process that was spawned with the trainer has made no callback
         if stage != "fit" or _tunes(trainer):
             return
         if self._state != "before":
@@ -129,7 +137,11 @@ class _Drilled(Recorder):
             self._switch = KillSwitch(assignment.kill_at, rank, before=killed_file(assignment).touch)
         if rank == 0:
             self._durable = threading.Event()
-            facts = {"world_size": trainer.world_size, "accelerator": type(trainer.accelerator).__name__}
+            facts = {
+                "world_size": trainer.world_size,
+                "accelerator": type(trainer.accelerator).__name__,
+                "saves_by_clock": self._saves_by_clock,
+            }
             _write(events_file(assignment), {"fact": facts})
             events.observe(functools.partial(self._on_event, trainer, self._durable))
 

@@ -63,7 +63,8 @@ def lightning_ft_drill(tmp_path_factory: pytest.TempPathFactory) -> DrillFixture
         timeout: timedelta = timedelta(minutes=10),
     ) -> Outcome:
         from lightning_ft.drill.command import CannotStartError
-        from lightning_ft.drill.engine import Drill, drill
+        from lightning_ft.drill.engine import drill
+        from lightning_ft.drill.runs import Drill
         from lightning_ft.drill.verdict import Verdict
 
         if isinstance(command, str):

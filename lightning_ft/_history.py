@@ -1,15 +1,16 @@
 """What happened to a run, line by line, in a file beside its checkpoints: what a report and an advice are made of.
 
 Every start writes a file of its own, ``ft_events/<UTC time>-<token>.jsonl``: JSON, one object per line, each with
-``at`` (seconds since 1970, of the clock of the machine of rank 0) and ``event``:
+``at`` (seconds since 1970, by the clock of the machine of rank 0 when the start began) and ``event``:
 
 ============  =====================================================================================================
 event         what is true then; further keys
 ============  =====================================================================================================
 started       a fit was set up; ``start``, ``world_size``, ``host``, ``pid``
-resumed       it continues from a checkpoint; ``path``, ``step``
+resumed       it continues from a checkpoint, or, after ``training``, goes back to one; ``path``, ``step``
 training      the first batch is about to be trained; ``run_id``, ``step``, ``batch``: where it goes on from
-progress      so much is trained; ``step``, ``batch``; at most one line a second, in a store as of the last write
+progress      so much is trained; ``step``, ``batch``; at most one line a second, and after ten hours one in ten
+              seconds; in a store as of the last write
 committed     a checkpoint is durable; ``path``, ``step`` and the figures of the save
 save_failed   a save was given up; ``path``, ``step``, ``reason``
 save_skipped  a due save was not made; ``path``, ``step``, ``reason``
@@ -42,10 +43,17 @@ _log = logging.getLogger(__name__)
 DIRECTORY = "ft_events"
 SUFFIX = ".jsonl"
 
-# A line of 60 bytes: nothing beside a step, and a kill costs the report a second at most.
+# A line of 70 bytes: nothing beside a step, and a kill costs the report a second at most.
 PROGRESS_SECS = 1.0
+# After as many hours: the file is read whole at the next start, and a month of seconds would be 180 MB.
+_LONG_PROGRESS_SECS = 10.0
 # An object of a store cannot be appended to and is written anew each time.
 STORE_PROGRESS_SECS = 60.0
+
+
+def _steady() -> Callable[[], float]:
+    since_1970 = time.time() - time.monotonic()
+    return lambda: since_1970 + time.monotonic()
 
 
 class History:
@@ -58,8 +66,9 @@ class History:
             this process. Of a store, the file is one object, replaced after each commit, and once a minute.
         storage: Of it.
         later: Runs a function in the background, soon and in order.
-        progress_secs: Between two lines of progress.
-        clock: Seconds since 1970.
+        progress_secs: Between two lines of progress, in the first hour.
+        clock: Seconds since 1970; by default those of the machine's clock at construction, and from then on what has
+            passed, so that a clock that is set meanwhile puts nothing out of order.
     """
 
     def __init__(
@@ -68,13 +77,14 @@ class History:
         storage: Storage,
         later: Callable[[Callable[[], None]], None],
         progress_secs: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._dirpath = normalise(dirpath)
         self._storage = storage
         self._later = later
-        self._clock = clock
-        began = datetime.fromtimestamp(clock(), timezone.utc)
+        self._clock = _steady() if clock is None else clock
+        self._began_at = self._clock()
+        began = datetime.fromtimestamp(self._began_at, timezone.utc)
         name = f"{began:%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(4)}{SUFFIX}"
         self.path = join(join(self._dirpath, DIRECTORY), name)
         self._local = is_local(self.path)
@@ -129,7 +139,9 @@ class History:
         """`step` optimizer steps and `batch` batches are trained. Thread: main. Blocks on: nothing but a local disk."""
         self._position = step, batch
         now = self._clock()
-        if 0 <= now - self._progress_at < self._progress_secs:
+        hours = (now - self._began_at) / 3600
+        secs = max(self._progress_secs, min(_LONG_PROGRESS_SECS, self._progress_secs * hours))
+        if 0 <= now - self._progress_at < secs:
             return
         self._progress_at = now
         self.write("progress", step=step, batch=batch)

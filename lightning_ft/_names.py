@@ -33,6 +33,8 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]+(?:::[A-Za-z0-9+.\-]+)*):
 # schemes, because `name:/` may begin an honest relative path.
 _COLLAPSED_URL = re.compile(r"(file|local|memory|s3a?|gs|gcs|abfss?|az|hdfs|oci|hf|r2):/(?!/)(.*)", re.DOTALL)
 
+_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+://[^/@]*?:)[^/@]+@")
+
 
 def checkpoint_name(step: int, version: int = 0) -> str:
     """`step=00001000.ckpt`, or `step=00001000-v1.ckpt` for a second checkpoint of the same step."""
@@ -144,6 +146,11 @@ def split(path: str) -> tuple[str, str]:
     root = f"{match['scheme']}://" if match else ("/" if path.startswith("/") else "")
     dirpath, _, name = path[len(root) :].rpartition("/")
     return root + dirpath, name
+
+
+def without_password(url: str) -> str:
+    """`url` as it may be shown to anybody."""
+    return _PASSWORD.sub(r"\1***@", url)
 
 
 def normalise(path: str | os.PathLike[str]) -> str:

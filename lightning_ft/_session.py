@@ -46,7 +46,6 @@ from lightning_ft._validation import Validation
 from lightning_ft._watch import Fit
 from lightning_ft._written_by import saves_replicated, saves_sharded
 from lightning_ft.plugin import FaultTolerantCheckpointIO
-from lightning_ft.triggers import Trigger
 
 
 class Session:
@@ -330,9 +329,7 @@ class Session:
         _callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
         if self._line.start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
-        local = self._settings.local
-        often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
-        _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
+        _surprises.say(self._trainer, self._dirpath, self._settings)
 
     def batch_starts(self) -> None:
         """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss.

@@ -9,6 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ft import _interval, _loops, _names, _words
+from lightning_ft._settings import Settings
+from lightning_ft._two_tiers import LocalTier
 from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.state import Progress
@@ -61,11 +63,13 @@ def warn_of_other_run(dirpath: str) -> None:
     )
 
 
-def say(trainer: pl.Trainer, dirpath: str, trigger: Trigger, save_on_train_end: bool) -> None:
+def say(trainer: pl.Trainer, dirpath: str, settings: Settings) -> None:
     """The user knows when the first save is due, and what of this run may not be as expected. Ranks: zero."""
-    announce_first_save(dirpath, trigger, _loops.progress(trainer))
+    announce_first_save(dirpath, settings.trigger, settings.local, _loops.progress(trainer))
     warn_of_iterator(trainer)
-    warn_of_rare_saves(trainer, trigger, save_on_train_end=save_on_train_end)
+    local = settings.local
+    often = settings.trigger if local is None or local.trigger == Trigger() else local.trigger
+    warn_of_rare_saves(trainer, often, save_on_train_end=settings.save_on_train_end)
 
 
 def warn_of_iterator(trainer: pl.Trainer) -> None:
@@ -98,15 +102,30 @@ def warn_of_rare_saves(trainer: pl.Trainer, trigger: Trigger, *, save_on_train_e
         )
 
 
-def announce_first_save(dirpath: str, trigger: Trigger, progress: Progress) -> None:
+def announce_first_save(dirpath: str, trigger: Trigger, local: LocalTier | None, progress: Progress) -> None:
     """The user sees where checkpoints will be and when to look for the first of this start. Ranks: zero."""
+    first = _first_due(trigger, progress)
+    if local is None:
+        where = f"{dirpath}: the first one {first}"
+    elif local.trigger == Trigger():
+        where = f"{local.dirpath}, and from there to {dirpath}: the first one {first}"
+    else:
+        where = f"{local.dirpath}: the first one {_first_due(local.trigger, progress)} or {first}"
+        where += f"; and from there to {dirpath}: the first one {first}"
+    rank_zero_info(f"checkpoints are saved to {where}")
+
+
+def _first_due(trigger: Trigger, progress: Progress) -> str:
     due = []
     if (steps := trigger.every_n_train_steps) is not None:
         due.append(f"after step {(progress.step // steps + 1) * steps}")
     if (epochs := trigger.every_n_epochs) is not None:
-        due.append(f"after {(progress.epochs // epochs + 1) * epochs} epochs")
-    if trigger.train_time_interval is not None:
-        due.append(f"{trigger.train_time_interval} from now")
+        number = (progress.epochs // epochs + 1) * epochs
+        due.append(f"after {number} epoch{'s' if number > 1 else ''}")
+    interval = trigger.train_time_interval
     if trigger.auto:
-        due.append(f"{_words.duration(_interval.LEAST_SECS)} from now, or as earlier starts say")
-    rank_zero_info(f"checkpoints are saved to {dirpath}: the first one {' or '.join(due)}")
+        secs = _interval.LEAST_SECS if interval is None else min(_interval.LEAST_SECS, interval.total_seconds())
+        due.append(f"{_words.duration(secs)} from now, or as earlier starts say")
+    elif interval is not None:
+        due.append(f"{interval} from now")
+    return " or ".join(due)

@@ -5,20 +5,25 @@ step. Of a start::
 
     began       its first line
     training    the line of that name: what comes before it is the cost of a restart
+    went back   each line ``resumed`` after that: what was trained beyond its step is trained again
     survived    the last line of progress whose step the next start has not trained again; of the last start, and of
                 one that finished, its last line of progress; *training* if there is none
     ended       its last line, of whatever kind
 
-* lost steps: those of the last line of progress beyond the step from which the next start that trained went on;
-* lost time: from *survived* to *ended*;
+* lost steps: those of the last line of progress beyond the step from which the next start that trained went on, or,
+  before it went back, beyond the step to which it did;
+* lost time: from *survived* to *ended*, and, before it went back, from the last line of progress that counts to there;
 * stalls: the ``blocked_secs`` of its saves, in which training stood still;
-* useful time: from *training* to *survived*, less the stalls of the saves committed by then;
-* goodput: useful time of all starts, divided by the time from the first line of all to the last.
+* useful time: from *training* to *survived*, less what was lost in between, and the stalls of the other saves by then;
+* goodput: useful time of all starts, divided by the time that has passed: from the first line to the last of each,
+  and from there to the first of the next one (none, where the clocks of two machines say that it began before).
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +57,22 @@ class Trouble:
 
 
 @dataclass(frozen=True)
+class WentBack:
+    """Within a start, training went back to a checkpoint: what it had done since then counts no more."""
+
+    lost_from: float
+    """The last progress before it that counts."""
+    at: float
+    step: int
+    """To which it went back."""
+    lost_steps: int
+
+    def has(self, at: float) -> bool:
+        """Whether what was done `at` that time counts no more."""
+        return self.lost_from < at <= self.at
+
+
+@dataclass(frozen=True)
 class Start:
     """One start of the run, as its file tells it."""
 
@@ -73,11 +94,15 @@ class Start:
     """``finished``, ``stopped`` or ``failed``; None: killed, or still running."""
     reason: str
     """Why it was stopped or failed."""
+    went_back: tuple[WentBack, ...] = ()
+    ordinal: int = 1
+    """Greater than that of every start before it that has saved something."""
 
     @property
     def last_step(self) -> int:
-        """The last step it is known to have trained."""
-        return max((step for _, step in self.progress), default=self.first_step)
+        """The last step it is known to have trained, since it went back if it did."""
+        at, step = (self.went_back[-1].at, self.went_back[-1].step) if self.went_back else (-math.inf, self.first_step)
+        return max((done for when, done in self.progress if when >= at), default=step)
 
     def survived_at(self, next_step: int | None) -> float | None:
         """When the work that counts ended, if the next start went on from `next_step` (None: there is no next one)."""
@@ -91,6 +116,8 @@ class Start:
 class Account:
     """What became of the time of one start, in seconds, and of its steps."""
 
+    survived_at: float
+    """When the work that counts ended; of a start that trained nothing, its own end."""
     startup_secs: float
     useful_secs: float
     stalled_secs: float
@@ -136,7 +163,7 @@ class Timeline:
     @property
     def elapsed_secs(self) -> float:
         """From the first line to the last."""
-        return self.starts[-1].ended_at - self.starts[0].began_at if self.starts else 0.0
+        return self.running_secs + sum(account.down_secs for account in self.accounts)
 
     @property
     def running_secs(self) -> float:
@@ -158,17 +185,24 @@ class Timeline:
 
 def _account(start: Start, next_step: int | None, down_secs: float) -> Account:
     survived_at = start.survived_at(next_step)
-    lost_steps = 0 if next_step is None else max(0, start.last_step - next_step)
     if start.training_at is None or survived_at is None:
-        return Account(start.ended_at - start.began_at, 0.0, 0.0, 0.0, 0, down_secs)
-    stalled_secs = sum(save.blocked_secs for save in start.saves)
-    counted_stalls = sum(save.blocked_secs for save in start.saves if save.at <= survived_at)
+        return Account(start.ended_at, start.ended_at - start.began_at, 0.0, 0.0, 0.0, 0, down_secs)
+    lost_steps = 0 if next_step is None else max(0, start.last_step - next_step)
+    # What it went back from later is lost from *survived* on anyway.
+    undone = [back for back in start.went_back if back.at <= survived_at]
+    undone_secs = sum(back.at - back.lost_from for back in undone)
+    counted_stalls = sum(
+        save.blocked_secs
+        for save in start.saves
+        if save.at <= survived_at and not any(back.has(save.at) for back in undone)
+    )
     return Account(
+        survived_at=survived_at,
         startup_secs=start.training_at - start.began_at,
-        useful_secs=max(0.0, survived_at - start.training_at - counted_stalls),
-        stalled_secs=stalled_secs,
-        lost_secs=start.ended_at - survived_at,
-        lost_steps=lost_steps,
+        useful_secs=max(0.0, survived_at - start.training_at - undone_secs - counted_stalls),
+        stalled_secs=sum(save.blocked_secs for save in start.saves),
+        lost_secs=start.ended_at - survived_at + undone_secs,
+        lost_steps=lost_steps + sum(back.lost_steps for back in start.went_back),
         down_secs=down_secs,
     )
 
@@ -186,7 +220,7 @@ def read(dirpath: str, storage: Storage) -> Timeline:
             continue
         path = join(directory, name)
         with storage.open_read(path) as file:
-            start = start_of_lines(path, file.read().decode("utf-8", "replace").splitlines())
+            start = start_of_lines(path, io.BytesIO(file.read()))
         if start is not None:
             starts.append(start)
     return of_newest_run(starts)
@@ -195,22 +229,50 @@ def read(dirpath: str, storage: Storage) -> Timeline:
 def of_newest_run(starts: Sequence[Start]) -> Timeline:
     """The starts that belong to the run of the last one, by when they began.
 
-    One that has saved nothing belongs to any: the next start had nothing to continue and began again, as a run of
-    another id.
+    Those of one run come in the order of their ordinals, whatever the clocks of their machines say. One that has saved
+    nothing belongs to any run: the next start had nothing to continue and began again, as a run of another id.
     """
     ordered = sorted(starts, key=lambda start: start.began_at)
     newest = next((start.run_id for start in reversed(ordered) if start.run_id), "")
-    return Timeline(tuple(start for start in ordered if start.run_id == newest or not start.saves))
+    of_it = iter(sorted((start for start in ordered if start.run_id == newest), key=lambda start: start.ordinal))
+    return Timeline(
+        tuple(next(of_it) if s.run_id == newest else s for s in ordered if s.run_id == newest or not s.saves)
+    )
 
 
-def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:
-    """The start that the lines of a file tell of; None if there is no ``started``. A line cut short is passed over."""
-    records = [record for line in lines if (record := _parsed(line)) is not None]
-    started = next((record for record in records if record["event"] == "started"), None)
-    if started is None:
+def start_of_lines(path: str, lines: Iterable[bytes]) -> Start | None:
+    """The start that the lines of a file tell of; None if there is no ``started``.
+
+    A line that is cut short or damaged is passed over.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    progress: list[tuple[float, int]] = []
+    saves: list[Save] = []
+    troubles: list[Trouble] = []
+    went_back: list[WentBack] = []
+    stretch = 0  # where the lines of progress begin since it went back
+    ended_at = -math.inf
+    for line in lines:  # of which there are a million in a week or two: nothing is kept of those that are not needed
+        record = _parsed(line)
+        if record is None:
+            continue
+        at, event = record["at"], record["event"]
+        ended_at = max(ended_at, at)
+        if event == "progress":
+            progress.append((at, int(record.get("step", 0))))
+        elif event == "committed":
+            saves.append(_save(record))
+        elif event == "resumed" and "training" in first:
+            since = went_back[-1].at if went_back else first["training"]["at"]
+            went_back.append(_went_back(progress[stretch:], since, at, int(record.get("step", 0))))
+            stretch = len(progress)
+        elif event in ("save_failed", "save_skipped"):
+            troubles.append(Trouble(at, event, int(record.get("step", 0)), str(record.get("reason", ""))))
+        else:
+            first.setdefault(event, record)
+    started, training, ended = (first.get(event, {}) for event in ("started", "training", "ended"))
+    if not started:
         return None
-    training = next((record for record in records if record["event"] == "training"), {})
-    ended = next((record for record in records if record["event"] == "ended"), {})
     return Start(
         path=path,
         run_id=str(training.get("run_id", "")),
@@ -218,17 +280,20 @@ def start_of_lines(path: str, lines: Iterable[str]) -> Start | None:
         began_at=started["at"],
         training_at=training.get("at"),
         first_step=int(training.get("step", 0)),
-        progress=tuple((r["at"], int(r.get("step", 0))) for r in records if r["event"] == "progress"),
-        saves=tuple(_save(r) for r in records if r["event"] == "committed"),
-        troubles=tuple(
-            Trouble(r["at"], r["event"], int(r.get("step", 0)), str(r.get("reason", "")))
-            for r in records
-            if r["event"] in ("save_failed", "save_skipped")
-        ),
-        ended_at=max(r["at"] for r in records),
+        progress=tuple(progress),
+        saves=tuple(saves),
+        troubles=tuple(troubles),
+        ended_at=ended_at,
         how=str(ended["how"]) if "how" in ended else None,
         reason=str(ended.get("reason", "")),
+        went_back=tuple(went_back),
+        ordinal=int(started.get("start", 1)),
     )
+
+
+def _went_back(progress: Sequence[tuple[float, int]], since: float, at: float, step: int) -> WentBack:
+    lost_from = max([since, *(when for when, done in progress if done <= step)])
+    return WentBack(lost_from, at, step, max(0, max((done for _, done in progress), default=step) - step))
 
 
 def _save(record: Mapping[str, Any]) -> Save:
@@ -243,11 +308,18 @@ def _save(record: Mapping[str, Any]) -> Save:
     )
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+_NUMBERS = ("at", "start", "world_size", "step", "blocked_secs", "write_secs", "total_secs", "size_bytes")
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:
         return None  # the last line of a run that was killed while it wrote
-    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "at" not in record:
         return None
-    return record if isinstance(record.get("at"), (int, float)) else None
+    return record if all(_is_number(record[name]) for name in _NUMBERS if name in record) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -112,6 +112,12 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     ) -> None:
         if dirpath is not None and (not isinstance(dirpath, (str, os.PathLike)) or not os.fspath(dirpath)):
             raise ConfigurationError(f"dirpath={dirpath!r}: must be a path or URL, or None")
+        shown = "" if dirpath is None else _names.without_password(os.fspath(dirpath))
+        if dirpath is not None and shown != os.fspath(dirpath):
+            raise ConfigurationError(
+                f"dirpath={shown!r}: a password in it would be in logs, manifests and event files; give it in the "
+                "storage_options of FaultTolerantCheckpointIO, or in the environment"
+            )
         flags = {"save_on_train_end": save_on_train_end, "seed_workers": seed_workers, "strict": strict}
         for name, value in flags.items():
             if not isinstance(value, bool):
@@ -178,6 +184,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         local = self.settings.local
         if local is not None:
             self.settings = replace(self.settings, local=replace(local, dirpath=elsewhere(local.dirpath)))
+
+    def _save_also_every(self, n_train_steps: int) -> None:
+        """A save is due after so many steps too: for a drill, before `setup`."""
+        trigger = replace(self.settings.trigger, every_n_train_steps=n_train_steps)
+        self.settings = replace(self.settings, trigger=trigger)
 
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ def fault_tolerance(
     keep_last: int = 3,
     guards: Sequence[AnyGuard] | None = None,
     storage_options: dict[str, Any] | None = None,
-    callbacks: Sequence[pl.Callback] = (),
-    plugins: Sequence[Any] = (),
+    callbacks: pl.Callback | Sequence[pl.Callback] | None = None,
+    plugins: Any = None,
 ) -> TrainerArguments:
     """A trainer with these arguments saves, restarts and stops as it should, wherever it runs.
 
@@ -51,12 +51,15 @@ def fault_tolerance(
         keep_last: See there.
         guards: Exactly these, as in `FaultTolerantCheckpoint`; () for none. Default: the three above.
         storage_options: See `FaultTolerantCheckpointIO`.
-        callbacks: Other callbacks of the trainer.
-        plugins: Other plugins of the trainer. With one for checkpoints among them, ours is left out.
+        callbacks: Other callbacks of the trainer, as it takes them: one, or several.
+        plugins: Other plugins of the trainer, likewise. With one for checkpoints among them, ours is left out.
 
     Raises:
         ConfigurationError: An argument has a value it cannot have.
     """
+    callbacks, plugins = _listed("callbacks", callbacks, pl.Callback), _listed("plugins", plugins, object)
+    if isinstance(guards, str) or not isinstance(guards, Sequence):
+        raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
     if any(isinstance(callback, FaultTolerantCheckpoint) for callback in callbacks):
         raise ConfigurationError("callbacks: has a FaultTolerantCheckpoint, which fault_tolerance() makes itself")
     writes = [plugin for plugin in plugins if isinstance(plugin, CheckpointIO)]
@@ -71,3 +74,14 @@ def fault_tolerance(
     )
     ours = FaultTolerantCheckpointIO(verify_after_write="size", storage_options=storage_options)
     return {"callbacks": [*callbacks, checkpoint], "plugins": [*plugins] if writes else [*plugins, ours]}
+
+
+def _listed(name: str, given: Any, kind: type) -> list[Any]:
+    """One thing or several, as a `Trainer` takes them."""
+    if given is None:
+        return []
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if not isinstance(given, kind):
+        raise ConfigurationError(f"{name}={given!r}: must be a {kind.__name__}, or a list or tuple of these")
+    return [given]

@@ -59,7 +59,9 @@ class Trigger:
         Raises:
             ConfigurationError: One of them has a value it cannot have.
         """
-        if isinstance(every_n_train_steps, str) and every_n_train_steps == "auto":
+        if isinstance(every_n_train_steps, str):
+            if every_n_train_steps != "auto":
+                raise ConfigurationError(f'every_n_train_steps={every_n_train_steps!r}: a whole number, or "auto"')
             return cls(None, every_n_epochs, train_time_interval, auto=True)
         return resolve(cls(every_n_train_steps, every_n_epochs, train_time_interval))
 

@@ -31,12 +31,12 @@ def add_to(app: typer.Typer) -> None:
 EPILOG = """\b
 What happens: the command runs once to its end, once until it is killed with
 SIGKILL, and once more; if these differ, once more to its end. Its trainers are
-told to write into a scratch directory (checkpoints, root directory, Lightning's
-CSV and TensorBoard logs); everything else the script does as always. It needs
-room for the checkpoints of one run: TMPDIR says where, or --keep. Compared, bit
-for bit, after every batch and on every rank: batches, results, weights,
-optimizer and scheduler state, learning rates, random state, callbacks; and
-validations and metrics.
+told to write into a scratch directory (checkpoints, root directory,
+Lightning's CSV and TensorBoard logs); everything else the script does as
+always, with an empty standard input. It needs room for the checkpoints of one
+run: TMPDIR says where, or --keep. Compared, bit for bit, after every batch and
+on every rank: batches, results, weights, optimizer and scheduler state,
+learning rates, random state, callbacks; and validations and metrics.
 
 \b
 Verdicts:
@@ -48,7 +48,8 @@ Verdicts:
 
 \b
 Where it is killed: by default after a batch in the middle, once a checkpoint is
-durable. --kill-at takes an event of a save: SaveStarted, AttemptOpened,
+durable; a script that saves by the clock, and not in time, is told to save four
+times. --kill-at takes an event of a save: SaveStarted, AttemptOpened,
 DataWritten, DataSynced, Renamed, Committed, DeleteStarted, DeleteHidden,
 Deleted; Renamed:2 is the second in that process, Renamed@1 that of rank 1.
 
@@ -62,12 +63,13 @@ Examples:
 \b
 JSON:
   verdict, drilled, batches, world_size, validations, trials: [kill_at,
-  verdict, reason, cause, output, resumed_batch, durable_batch, replayed],
-  not_covered: [text]
+  killed, verdict, reason, cause, output, resumed_batch, durable_batch,
+  replayed], not_covered: [text]
 
 \b
 Exit code: 0 for PASS; 1 for any other verdict; 3 if the command cannot
-be started; 130 if interrupted (Ctrl-C, SIGTERM). All: lightning-ft --help
+be started; 130 if interrupted (Ctrl-C, SIGTERM, SIGHUP).
+All: lightning-ft --help
 """
 
 
@@ -98,8 +100,8 @@ def drill(
 ) -> Code:
     """Prove that a script, killed anywhere and started again, gives the numbers it would have given."""
     from lightning_ft.drill.command import CannotStartError
-    from lightning_ft.drill.engine import Drill
     from lightning_ft.drill.engine import drill as run_drill
+    from lightning_ft.drill.runs import Drill
     from lightning_ft.drill.verdict import Verdict
 
     if sum((kill_at_step is not None, kill_at is not None, sweep)) > 1:
@@ -107,7 +109,7 @@ def drill(
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise typer.BadParameter(f"{keep} is not an empty directory", param_hint="--keep")
     point = kill_at_step if kill_at_step is not None else kill_at
-    with _sigterm_as_ctrl_c(), _scratch(keep) as scratch, _progress(as_json) as say:
+    with _ended_as_by_ctrl_c(), _scratch(keep) as scratch, _progress(as_json) as say:
         try:
             plan = Drill(tuple(command), scratch, point, sweep, steps, atol, timeout, keep is not None)
         except ValueError as error:
@@ -132,13 +134,17 @@ def drill(
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """A CI job that is cancelled ends the runs of its drill too: they are in sessions of their own."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """A job that is cancelled or a terminal that is closed ends the runs too: they are in sessions of their own."""
+    from lightning_ft.drill.command import ENDS
+
+    ends = [sign for sign in ENDS if signal.getsignal(sign) is not signal.SIG_IGN]  # as under nohup
+    before = [(sign, signal.signal(sign, signal.default_int_handler)) for sign in ends]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for sign, handler in before:
+            signal.signal(sign, handler)
 
 
 @contextmanager
@@ -147,8 +153,14 @@ def _scratch(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.absolute()
         return
-    with tempfile.TemporaryDirectory(prefix="lightning-ft-drill-") as made:
-        yield Path(made)
+    from lightning_ft.drill.command import undisturbed
+
+    made = tempfile.TemporaryDirectory(prefix="lightning-ft-drill-")
+    try:
+        yield Path(made.name)
+    finally:
+        with undisturbed():
+            made.cleanup()
 
 
 @contextmanager

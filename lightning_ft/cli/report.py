@@ -25,14 +25,16 @@ EPILOG = """\b
 Words:
   useful   from the first step to the last one that was not trained again,
            less the time in which saves stopped training
-  lost     from there to the end of a start that was killed
+  lost     from there to the end of a start that was killed; and what a start
+           went back from (DivergenceGuard's rollback)
   stalled  training stood still for a save
   down     from the end of a start to the beginning of the next one
   goodput  useful time / time from the first line to the last
 
 All of it can be worked out by hand from the files in ft_events/, beside the
 checkpoints: JSON lines, one file per start. A killed start ends with its last
-line, which is at most a second old (in a store: a minute).
+line, which is at most a second old (after ten hours of it, ten seconds; in a
+store, a minute).
 
 \b
 Examples:
@@ -47,8 +49,8 @@ JSON:
   [...], saves: [...], writes, recommendation, checkpoints, wrote: [path]
 
 \b
-Exit code: 0; 3 if there are no event files; 6 if --png needs matplotlib. All:
-lightning-ft --help
+Exit code: 0; 3 if there are no event files; 5 if FILE cannot be written; 6 if
+--png needs matplotlib. All: lightning-ft --help
 """
 
 
@@ -83,12 +85,20 @@ def _write(summary: Summary, html: Path | None, png: Path | None) -> list[str]:
     wrote = []
     if html is not None:
         picture = figure.svg(summary) if figure.available() else None
-        html.write_text(page.page(summary, picture), encoding="utf-8")
+        # A name of a directory that is no UTF-8 has no place in a page as it is.
+        _put("--html", html, page.page(summary, picture).encode("utf-8", "backslashreplace"))
         wrote.append(str(html))
     if png is not None:
-        png.write_bytes(figure.png(summary))
+        _put("--png", png, figure.png(summary))
         wrote.append(str(png))
     return wrote
+
+
+def _put(option: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise Failure(f"{option}: {path} cannot be written: {error.strerror}", Code.STORAGE) from error
 
 
 def _say(output: Output, summary: Summary, wrote: list[str]) -> None:

@@ -30,16 +30,21 @@ _AFTER_A_RESTART = {
     "batch": "the sample is made with random numbers that are not restored (drawn in a thread, from a generator of its "
     "own, from the clock), or the loader has lost its position",
     "random state": "the random state was not restored, or something draws random numbers while it is set up",
-    "learning rates": "the learning rate scheduler was not restored, or is moved on by hand",
+    "learning rates": "the learning rate scheduler was not restored, or rates are set by hand from what is not saved",
     "scheduler state": "the learning rate scheduler was not restored, or is moved on by hand",
     "optimizer state": "the state of the optimizer was dropped or changed on its way through the checkpoint",
     "requires_grad": "which parameters are frozen is decided in a hook that does not run again after a restart",
     "callbacks": "a callback has state that its state_dict leaves out, or does not take back",
-    "global step": "the counters of the loops were not restored",
+    "global step": "in manual optimization the module decides when to step by something that is not saved; or the "
+    "counters of the loops were not restored",
     "batch index": "the counters of the loops were not restored",
     "epoch": "the counters of the loops were not restored",
     "metrics": "a metric is not restored: it is kept outside of self.log and of torchmetrics in the module",
 }
+_MODEL_CHECKPOINT = (
+    "a ModelCheckpoint has forgotten its best models: without a dirpath it writes to where the logger does, and where "
+    "that is another directory at every start, Lightning restores none of its state; give it a dirpath"
+)
 # Two numbers have the same sum in any order, three have not.
 _BUCKETS = (
     "with three ranks or more, DDP adds up gradients in another order at a process's first step "
@@ -61,25 +66,37 @@ def first(differences: Sequence[Difference], expected: Mapping[int, Sequence[Rec
     """
     places = {rank: _places(records) for rank, records in expected.items()}
 
-    def position(difference: Difference) -> tuple[float, float, int, int]:
-        kind, number = difference.key[:2]
-        # One that the uninterrupted run has not comes behind all that it has at that batch.
-        unknown = (float(number), inf) if kind in ("step", "validation") else (inf, inf)
-        at, within = places.get(difference.rank, {}).get(difference.key, unknown)
+    def position(difference: Difference) -> tuple[_Place, int, int]:
+        place = places.get(difference.rank, {}).get(difference.key) or _of_what_is_extra(difference.key)
         rank = _BY_CAUSE.index(difference.name) if difference.name in _BY_CAUSE else len(_BY_CAUSE)
-        return at, within, {"missing": 0, "extra": 0, "value": 1}[difference.kind], rank
+        return place, {"missing": 0, "extra": 0, "value": 1}[difference.kind], rank
 
     return min(differences, key=position)
 
 
-def _places(records: Sequence[Record]) -> dict[Key, tuple[float, float]]:
-    """Of every record, the batch it belongs to and its number within the run."""
-    places: dict[Key, tuple[float, float]] = {}
+_Place = tuple[float, float, float]
+"""When something was done: the batch that was trained last, what of all that follows on a batch, and its number."""
+
+# In the order in which they follow on a batch; between validations and the end of an epoch another batch may come.
+_FOLLOWS = {"step": 0.0, "validation": 1.0, "epoch": 3.0, "end": 4.0}
+_ANOTHER_BATCH = 2.0
+
+
+def _places(records: Sequence[Record]) -> dict[Key, _Place]:
+    places: dict[Key, _Place] = {}
     batch = 0.0
     for number, record in enumerate(records):
         batch = float(record["key"][0]) if record["kind"] == "step" else batch
-        places.setdefault(key_of(record), (batch, float(number)))
+        places.setdefault(key_of(record), (batch, _FOLLOWS[record["kind"]], float(number)))
     return places
+
+
+def _of_what_is_extra(key: Key) -> _Place:
+    """Where the uninterrupted run would have done what it has not: what it did after that may follow from it."""
+    kind, number = key[:2]
+    if kind == "step":
+        return float(number) - 1, _ANOTHER_BATCH, 0.0
+    return (float(number), _FOLLOWS[kind], inf) if kind == "validation" else (inf, inf, inf)
 
 
 def said(difference: Difference) -> str:
@@ -135,7 +152,15 @@ def cause_after_restart(
         return (_BUCKETS if len(expected) > 2 else "") + _AFTER_A_RESTART["optimizer state"]
     if found.name == "weights":
         return "something beside the optimizer changes the weights, and its state was not restored"
+    if found.name == "callbacks" and _differing(found).startswith("ModelCheckpoint"):
+        return _MODEL_CHECKPOINT
     return _AFTER_A_RESTART.get(found.name, f"{found.name} was not restored")
+
+
+def _differing(found: Difference) -> str:
+    """The first name under which the values differ."""
+    names = [name for name, value in found.expected.items() if (found.actual or {}).get(name) != value]
+    return names[0] if names else ""
 
 
 def _of_output(found: Difference, same: set[str], resumed_batch: int | None) -> str:

@@ -31,8 +31,10 @@ class Trial:
     """One kill and one restart."""
 
     kill_at: str | None
-    """The batch or event at which the run was to be killed; None if it did not come to that."""
+    """The batch or event at which the run was to be killed; None if nothing was to be killed yet."""
     verdict: Verdict
+    killed: bool = False
+    """Whether it came to that."""
     reason: str = ""
     """One sentence; empty if all is well."""
     cause: str = ""
@@ -48,7 +50,9 @@ class Trial:
 
     def text(self) -> Iterator[str]:
         """Lines for people; the first has the verdict."""
-        where = "before anything was killed" if self.kill_at is None else f"killed at {place(self.kill_at)}"
+        where = "before anything was killed"
+        if self.kill_at is not None:
+            where = f"{'killed' if self.killed else 'to be killed'} at {place(self.kill_at)}"
         went_on = "" if self.resumed_batch is None else f", went on after batch {self.resumed_batch}"
         twice = f", {self.replayed} trained twice" if self.replayed else ""
         yield f"{self.verdict.value}: {where}{went_on}{twice}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from lightning_ft._interval import Advice, advise, failure_secs, lost_share
-from lightning_ft._timeline import Account, Start, Timeline, read
+from lightning_ft._names import split
+from lightning_ft._timeline import Account, Save, Start, Timeline, read
 from lightning_ft.discovery import list_checkpoints
 from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.storage import Storage
@@ -24,9 +27,9 @@ class Writes:
     median_blocked_secs: float
     """For how long training stood still."""
     median_durable_secs: float
-    """From the request until it was durable."""
+    """From the request until it was durable in the directory of the run; with a local one in front, of the uploads."""
     bytes_per_sec: float | None
-    """Of the writing, over all saves."""
+    """Of the writing there, over all saves."""
 
 
 @dataclass(frozen=True)
@@ -113,34 +116,48 @@ def summarise(dirpath: str, storage: Storage) -> Summary:
 
 
 def _writes(timeline: Timeline) -> Writes | None:
-    saves = timeline.saves
+    saves, final = _of_two_directories(timeline.saves)
     if not saves:
         return None
-    write_secs = sum(save.write_secs for save in saves)
-    size_bytes = sum(save.size_bytes for save in saves)
+    write_secs = sum(save.write_secs for save in final)
     return Writes(
         count=len(saves),
-        size_bytes=size_bytes,
+        size_bytes=sum(save.size_bytes for save in saves),
         median_blocked_secs=statistics.median(save.blocked_secs for save in saves),
-        median_durable_secs=statistics.median(save.total_secs for save in saves),
-        bytes_per_sec=size_bytes / write_secs if write_secs > 0 else None,
+        median_durable_secs=statistics.median(save.total_secs for save in final),
+        bytes_per_sec=sum(save.size_bytes for save in final) / write_secs if write_secs > 0 else None,
     )
+
+
+def _of_two_directories(commits: Sequence[Save]) -> tuple[list[Save], list[Save]]:
+    """What training was stopped for, and what made it durable in the directory of the run.
+
+    With a local directory in front of that one, these are its saves and the uploads of them: a name that was committed
+    in another directory before. Without, or with no upload yet, they are the same.
+    """
+    saved_in: dict[str, str] = {}
+    saves: list[Save] = []
+    uploads: list[Save] = []
+    for commit in commits:
+        dirpath, name = split(commit.path)
+        (saves if saved_in.setdefault(name, dirpath) == dirpath else uploads).append(commit)
+    return saves, uploads or saves
 
 
 def recommend(timeline: Timeline, accounts: list[Account]) -> Recommendation | None:
     """How often to save, from what saves cost and failures there were; None before the first save."""
-    saves = timeline.saves
+    saves, final = _of_two_directories(timeline.saves)
     if not saves:
         return None
     cost_secs = statistics.median(save.blocked_secs for save in saves)
     mean_failure_secs = failure_secs(timeline.running_secs, timeline.failures)
-    advice = advise(cost_secs, statistics.median(save.total_secs for save in saves), mean_failure_secs)
+    advice = advise(cost_secs, statistics.median(save.total_secs for save in final), mean_failure_secs)
     starting = [account.startup_secs for account in accounts]
     restart_secs = statistics.median(starting) if starting else 0.0
     gaps = [
         later.at - earlier.at
         for start in timeline.starts
-        for earlier, later in zip(start.saves, start.saves[1:], strict=False)
+        for earlier, later in pairwise(_of_two_directories(start.saves)[0])
     ]
     present = statistics.median(gaps) if gaps else None
     steps_per_sec = _steps_per_sec(timeline, accounts)
@@ -156,7 +173,7 @@ def recommend(timeline: Timeline, accounts: list[Account]) -> Recommendation | N
 def _steps_per_sec(timeline: Timeline, accounts: list[Account]) -> float | None:
     useful_secs = sum(account.useful_secs for account in accounts)
     steps = sum(
-        start.last_step - start.first_step - account.lost_steps
+        start.last_step - start.first_step - account.lost_steps + sum(back.lost_steps for back in start.went_back)
         for start, account in zip(timeline.starts, accounts, strict=True)
     )
     return steps / useful_secs if useful_secs > 0 and steps > 0 else None

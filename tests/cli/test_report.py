@@ -10,7 +10,7 @@ import pytest
 
 from lightning_ft.report import figure
 from tests.cli.conftest import Answer
-from tests.unit.test_timeline import started, three_kills, training, write
+from tests.unit.test_timeline import Line, committed, progress, started, three_kills, training, write
 
 Ft = Callable[..., Answer]
 
@@ -28,6 +28,13 @@ def test_three_kills_in_words_and_as_json(ft: Ft, tmp_path: Path) -> None:
     assert (document["restarts"], document["lost_steps"], document["failures"]) == (3, 25, 3)
     assert [start["lost_steps"] for start in document["starts"]] == [15, 10, 0, 0]
     assert document["recommendation"]["every_n_train_steps"] >= 1
+
+
+def test_help_lists_the_keys_of_the_document(ft: Ft, tmp_path: Path) -> None:
+    three_kills(tmp_path)
+    keys = set(ft("report", tmp_path, "--json").json) - {"command"}
+    listed = ft("report", "--help").out.partition("JSON:")[2].partition("Exit code")[0]
+    assert {name.strip() for name in re.sub(r":\s+\[[^]]*\]", "", listed).split(",")} == keys
 
 
 def test_a_page_and_a_picture(ft: Ft, tmp_path: Path) -> None:
@@ -59,6 +66,63 @@ def test_names_of_directories_are_no_html(ft: Ft, tmp_path: Path) -> None:
     three_kills(directory)
     assert ft("report", directory, "--html", tmp_path / "report.html").code == 0
     assert "<b>run" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["--html", "--png"])
+def test_a_file_that_cannot_be_written_is_named(ft: Ft, tmp_path: Path, option: str) -> None:
+    three_kills(tmp_path)
+    answer = ft("report", tmp_path, option, tmp_path / "nowhere" / "report")
+    assert (answer.code, answer.out) == (5, "")
+    assert f"{option}: {tmp_path}/nowhere/report cannot be written: No such file or directory" in answer.err
+
+
+def test_a_name_that_is_no_text_is_on_the_page_all_the_same(ft: Ft, tmp_path: Path) -> None:
+    directory = tmp_path / "run-\udcff"
+    directory.mkdir()
+    three_kills(directory)
+    assert ft("report", directory, "--html", tmp_path / "report.html").code == 0
+    assert "run-\\udcff</h1>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_month_of_saves_is_a_picture_of_few_points(ft: Ft, tmp_path: Path) -> None:
+    lines: list[Line] = [started(0), training(60, 0)]
+    for minute in range(1, 12_000):
+        lines += [progress(60 * minute, minute), committed(60 * minute + 1, minute, 0.1)]
+    write(tmp_path, "1", lines)
+    assert ft("report", tmp_path, "--html", tmp_path / "report.html").code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "days from the first start (dots: when a step's checkpoint was durable; one in 12 is drawn)" in text
+    assert 1000 < text.count("<use") < 2500
+    assert len(text) < 500_000
+
+
+def test_a_hundred_starts_are_a_picture_of_thin_rows(ft: Ft, tmp_path: Path) -> None:
+    for number in range(100):
+        write(tmp_path, f"{number:03d}", [started(10 * number), training(10 * number + 1, number)])
+    assert ft("report", tmp_path, "--html", tmp_path / "report.html").code == 0
+    text = (tmp_path / "report.html").read_text()
+    height_points = float(re.findall(r"<svg[^>]* height=\"([0-9.]+)pt\"", text)[0])
+    assert height_points < 25 * 72
+    assert text.count(">start ") == 50
+
+
+def test_the_advice_for_two_directories_is_from_the_saves_of_one_and_the_uploads_to_the_other(
+    ft: Ft, tmp_path: Path
+) -> None:
+    def commit(at: float, path: str, blocked_secs: float, total_secs: float) -> Line:
+        return (at, "committed", {"path": path, "step": 1, "blocked_secs": blocked_secs, "write_secs": total_secs,
+                                  "total_secs": total_secs, "size_bytes": 1000})  # fmt: skip
+
+    lines: list[Line] = [started(0), training(1, 0)]
+    for number in range(5):
+        lines += [commit(100 * number + 10, f"/nvme/{number}.ckpt", 8.0, 9.0)]
+        lines += [commit(100 * number + 90, f"/run/{number}.ckpt", 0.0, 70.0)] if number % 2 == 0 else []
+    write(tmp_path, "1", lines)
+    document = ft("report", tmp_path, "--json").json
+    assert (document["writes"]["count"], document["writes"]["size_bytes"]) == (5, 5000)
+    assert (document["writes"]["median_blocked_secs"], document["writes"]["median_durable_secs"]) == (8.0, 70.0)
+    assert document["recommendation"]["advice"]["cost_secs"] == 8.0
+    assert document["recommendation"]["present_interval_secs"] == 100.0
 
 
 def test_a_run_that_has_saved_nothing_yet(ft: Ft, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -79,6 +81,14 @@ class Counter(L.Callback):
         return {"count": self.count}
 
 
+class VersionedLogger(CSVLogger):
+    """As Lightning's own loggers without a version: a directory of its own for every start."""
+
+    @property
+    def version(self) -> str:
+        return f"version_{os.getpid()}"
+
+
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +133,8 @@ class Net(L.LightningModule):
             loss = loss * (1 + noise_of_a_thread() / 2**20)
         self.total += float(loss)
         self.log("loss", loss, on_step=False, on_epoch=True)
+        if FAULT == "ModelCheckpoint without a dirpath":
+            self.log("loss_of_step", loss)
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -149,8 +161,12 @@ def main() -> None:
     callbacks: list[L.Callback] = [ft.FaultTolerantCheckpoint(DIRPATH, every_n_train_steps=4)]
     if FAULT == "callback that takes nothing back":
         callbacks.append(Counter())
+    logger: Any = False
+    if FAULT == "ModelCheckpoint without a dirpath":
+        logger = VersionedLogger("logs")
+        callbacks.append(ModelCheckpoint(monitor="loss_of_step", every_n_train_steps=2, save_top_k=2))
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=1, accelerator="cpu", logger=logger, enable_progress_bar=False, enable_model_summary=False,
         devices=DEVICES, strategy="ddp" if DEVICES > 1 else "auto", val_check_interval=8, num_sanity_val_steps=0,
         callbacks=callbacks,
     )  # fmt: skip

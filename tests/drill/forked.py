@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ft.drill import engine
+from lightning_ft.drill import engine, runs
 from lightning_ft.drill.command import Ended
 from lightning_ft.drill.verdict import Outcome
 from lightning_ft.testing import PRELOADED
@@ -25,8 +25,8 @@ def drill(script: Path, *args: Any, scratch: Path, **options: Any) -> Outcome:
     """The outcome for `python script args`."""
     command = (sys.executable, str(script), *map(str, args))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "run", _run)
-        return engine.drill(engine.Drill(command, scratch, **options), lambda title, batches: None)
+        patch.setattr(runs, "run", _run)
+        return engine.drill(runs.Drill(command, scratch, **options), lambda title, batches: None)
 
 
 def _run(

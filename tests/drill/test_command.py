@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ft.drill import command as commands
 from lightning_ft.drill.command import CannotStartError, Ended, run
 from tests.cli.conftest import environment, program
 
@@ -65,6 +66,17 @@ def test_no_process_of_a_command_is_left(code: str, ended: tuple[int, bool], tmp
     assert left(tmp_path) == []
 
 
+def test_a_process_with_another_environment_is_not_left_either(tmp_path: Path) -> None:
+    code = (
+        "child = 'import time; open({!r}, \\'w\\').close(); time.sleep(600)'.format(mark + '-3')\n"
+        "subprocess.Popen([sys.executable, '-c', child], env={}, start_new_session=True)\n"
+        "while not os.path.exists(mark + '-3'): time.sleep(0.01)\n"
+        "open(mark[:-5] + 'killed', 'w'); time.sleep(600)"
+    )
+    assert call(code, tmp_path).killed
+    assert left(tmp_path) == []
+
+
 def test_a_rank_that_ends_after_the_first_one_is_waited_for(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(0.5); print(1)'])"
     ended = run([sys.executable, "-c", code], {}, tmp_path / "output", tmp_path / "killed", 60.0, lambda: None)
@@ -85,6 +97,14 @@ def test_the_end_of_the_output_is_not_filled_by_progress_bars(tmp_path: Path) ->
     assert Ended(1, False, tmp_path / "output").tail(lines=1) == "\ufffd"
 
 
+def test_of_an_output_without_end_the_end_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "output").open("wb") as file:
+        file.truncate(1 << 40)  # a sparse file: no memory has room for it
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nthe end\n")
+    assert Ended(1, False, tmp_path / "output").tail(lines=1) == "the end"
+
+
 def test_a_program_that_is_not_there_or_no_program_is_named(tmp_path: Path) -> None:
     for command in (["no-such-program"], [str(tmp_path)]):
         with pytest.raises(CannotStartError, match=f"{re.escape(command[0])} cannot be started: "):
@@ -98,6 +118,13 @@ def test_what_is_no_training_is_a_hard_failure() -> None:
     assert "the uninterrupted run trained nothing with a FaultTolerantCheckpoint" in answer.out
     assert "  | hello\n" in answer.out
     assert answer.err == "run 1: uninterrupted\n"
+
+
+def test_a_script_without_its_interpreter_is_told_how_to_be_started(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    for name in (str(tmp_path / "train.py"), "train.py"):
+        with pytest.raises(CannotStartError, match=rf"{re.escape(name)} cannot be started: .* script: python .*"):
+            run([name], {}, tmp_path / "output", tmp_path / "killed", 5.0, lambda: None)
 
 
 def test_on_a_terminal_it_shows_what_runs_and_how_far_it_is() -> None:
@@ -118,14 +145,40 @@ def test_on_a_terminal_it_shows_what_runs_and_how_far_it_is() -> None:
     assert b"run 1:" not in shown
 
 
-def test_a_cancelled_drill_leaves_no_process(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_does_not_keep_it_from_ending_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first() -> None:
+        if (tmp_path / "child").exists():
+            raise KeyboardInterrupt
+
+    def after_the_second(mark: str) -> None:
+        for number in commands.ENDS:
+            signal.raise_signal(number)
+        kill_all(mark)
+
+    kill_all = commands._kill_all
+    monkeypatch.setattr(commands, "_kill_all", after_the_second)
+    before = [signal.getsignal(number) for number in commands.ENDS]
+    code = [sys.executable, "-c", FAMILY + "open(mark, 'w'); time.sleep(600)", str(tmp_path / "child")]
+    with pytest.raises(KeyboardInterrupt):
+        run(code, {}, tmp_path / "output", tmp_path / "killed", 60.0, first)
+    assert left(tmp_path) == []
+    assert [signal.getsignal(number) for number in commands.ENDS] == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=["cancelled", "terminal closed"])
+def test_a_drill_that_is_ended_leaves_no_process(how: signal.Signals, tmp_path: Path) -> None:
     code = FAMILY + "open(mark, 'w'); time.sleep(600)"
     command = [sys.executable, "-m", "lightning_ft", "drill", "--", sys.executable, "-c", code, str(tmp_path / "child")]
-    drill = subprocess.Popen(command, env=environment(TMPDIR=str(tmp_path)), stdin=subprocess.DEVNULL)
+    drill = subprocess.Popen(
+        command, env=environment(TMPDIR=str(tmp_path)), stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whatever started the tests ignores
+    )  # fmt: skip
     while not (tmp_path / "child").exists():
         assert drill.poll() is None
         time.sleep(0.05)
-    drill.terminate()
+    drill.send_signal(how)
     assert drill.wait(60) == 130
     assert left(tmp_path) == []
     assert not list(tmp_path.glob("lightning-ft-drill-*"))

@@ -55,6 +55,27 @@ def test_an_extra_validation_comes_before_what_follows_from_it() -> None:
     assert text.endswith("a validation was run that the uninterrupted run had not")
 
 
+def end_of_epoch(loss: str) -> Record:
+    return {"kind": "epoch", "key": [0], "start": 1, "values": {"metrics": {"loss": loss}}}
+
+
+def test_a_run_that_misses_its_end_is_not_taken_for_one_with_other_metrics() -> None:
+    """The metrics of the epoch are those of more batches."""
+    expected = {0: [step(1), step(2), step(3), validation(3), end_of_epoch("a")]}
+    text = diagnosed(expected, {0: [step(3), validation(3), step(4), end_of_epoch("b")]})
+    assert text.startswith("the restarted run has step 4, the uninterrupted run has not; batches were trained")
+    assert text.endswith("or the end was missed")
+    text = diagnosed(expected, {0: [step(3), {**validation(3), "values": {"output": "x"}}, step(4), end_of_epoch("b")]})
+    assert text.startswith("validation at step 3, loader 0, batch 0: output differs")
+
+
+def test_a_module_that_steps_by_a_counter_of_its_own_is_thought_of() -> None:
+    expected = {0: [step(n, global_step=n // 3) for n in range(1, 5)]}
+    text = diagnosed(expected, {0: [step(3, global_step=0, weights="x"), step(4, global_step=1, weights="x")]})
+    assert text.startswith("step 3: global step differs")
+    assert "in manual optimization the module decides when to step by something that is not saved" in text
+
+
 def test_only_the_callbacks_that_differ_are_named() -> None:
     expected = {0: [step(n, callbacks={"A": "1", "B": "1"}) for n in (1, 2, 3)]}
     text = diagnosed(expected, {0: [step(3, callbacks={"A": "1", "B": "2"})]})

@@ -28,6 +28,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "buffer that is not saved": (DIVERGES, "FIRST: output", "weights or buffers were not restored"),
     "validation skipped": (DIVERGES, "the restarted run has not", "a validation was left out"),
     "callback that takes nothing back": (DIVERGES, "FIRST: callbacks", "a callback has state"),
+    "ModelCheckpoint without a dirpath": (DIVERGES, "FIRST: callbacks", "a ModelCheckpoint has forgotten its best"),
     "metric of its own": (DIVERGES, ": metrics differs", "a metric is not restored"),
     "unfrozen in a hook": (DIVERGES, "FIRST: requires_grad", "which parameters are frozen"),
     "no ckpt_path": ("LOST WORK", "from the beginning", 'not given ckpt_path="last"'),

@@ -39,7 +39,7 @@ def test_the_document_is_what_help_says(tmp_path: Path) -> None:
     (trial,) = document["trials"]
     resumed = trial["resumed_batch"]
     assert trial == {
-        "kill_at": "10", "verdict": "PASS", "reason": "", "cause": "", "output": "",
+        "kill_at": "10", "killed": True, "verdict": "PASS", "reason": "", "cause": "", "output": "",
         "resumed_batch": resumed, "durable_batch": resumed, "replayed": 10 - resumed,
     }  # fmt: skip
     help_text = drill("--help").out
@@ -63,6 +63,14 @@ def test_two_ranks_of_lightnings_launcher(tmp_path: Path) -> None:
         assert {path.name for path in (tmp_path / "kept").glob(f"{name}.rank*")} == {
             f"{name[-1]}.rank0.jsonl", f"{name[-1]}.rank1.jsonl",
         }  # fmt: skip
+    assert not (tmp_path / "users").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_is_spawned_writes_elsewhere_too(tmp_path: Path) -> None:
+    document = drill("--json", "--kill-at-step", "10", "--", sys.executable, VARIED, "spawned", tmp_path / "users").json
+    assert document["verdict"] == "PASS", document
     assert not (tmp_path / "users").exists()
 
 
@@ -120,6 +128,9 @@ def test_a_program_that_is_not_there_is_said_in_a_line(ft: Any) -> None:
 def test_the_workflow_of_the_examples_can_be_run() -> None:
     workflow = yaml.safe_load((ROOT / "examples" / "github-actions" / "drill.yml").read_text())
     (job,) = workflow["jobs"].values()
+    (install,) = [step["run"] for step in job["steps"] if step.get("run", "").startswith("pip install")]
+    assert shlex.split(install) == ["pip", "install", ".[cli]"]
+    assert "\ncli = [" in (ROOT / "pyproject.toml").read_text()
     (line,) = [step["run"] for step in job["steps"] if step.get("run", "").startswith("lightning-ft drill")]
     command = typer.main.get_command(app).commands["drill"]  # type: ignore[attr-defined]
     context = command.make_context("drill", shlex.split(line)[2:])

@@ -55,6 +55,32 @@ def test_a_kill_before_anything_is_durable_is_a_pass_that_says_so(tmp_path: Path
     assert outcome.not_covered[0] == "restarts from a checkpoint: none began with one"
 
 
+@pytest.mark.parametrize("what", ["preset", pytest.param("by the clock", marks=pytest.mark.slow)])
+def test_a_script_that_saves_by_the_clock_is_saved_in_time(what: str, tmp_path: Path) -> None:
+    """With the defaults of `fault_tolerance` the first save is due after a minute, and no drill is that long."""
+    outcome = drilled(what, tmp_path)
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.resumed_batch in (4, 8)) == (Verdict.PASS, True), outcome
+    assert "when the script saves: by the clock, and not in time, so it was saved every 4 steps" in outcome.not_covered
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "where", "cause"),
+    [
+        (1000, "batch 1000", "it trains 16 batches"),
+        ("Renamed:100", "Renamed:100", "there are not so many events of that kind"),
+    ],
+)
+def test_a_kill_that_never_comes_is_not_said_to_have_come(
+    kill_at: int | str, where: str, cause: str, tmp_path: Path
+) -> None:
+    outcome = drilled("plain", tmp_path, kill_at=kill_at)
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.killed) == (Verdict.HARD_FAILURE, False)
+    assert next(trial.text()) == f"HARD FAILURE: to be killed at {where}"
+    assert (trial.reason, trial.cause[: len(cause)]) == (f"the script ended before {where}", cause)
+
+
 @pytest.mark.slow
 def test_numbers_may_be_as_far_apart_as_is_said(tmp_path: Path) -> None:
     outcome = drilled("plain", tmp_path / "a", "--noise", "1e-6")
@@ -80,6 +106,8 @@ def test_a_sweep_kills_at_every_event_of_a_save(tmp_path: Path) -> None:
     ("what", "reason", "cause"),
     [
         ("crashes", "the uninterrupted run ended with exit code 1", ""),
+        ("has no room", "the uninterrupted run ended with exit code 1", "there is no room for the checkpoints"),
+        ("asks by name", "the uninterrupted run ended with exit code 1", "its trainers write elsewhere in a drill"),
         ("diverges", "the uninterrupted run ended with exit code 77 (DIVERGED", ""),
         ("never saves", "there is nothing to restart from", "no save was begun before the last batch"),
         ("hangs", "the uninterrupted run did not end within 5 s", "it hangs, or --timeout is too short"),
@@ -91,9 +119,3 @@ def test_what_cannot_be_drilled_is_a_hard_failure(what: str, reason: str, cause:
     assert (outcome.verdict, trial.kill_at) == (Verdict.HARD_FAILURE, None)
     assert (trial.reason[: len(reason)], trial.cause[: len(cause)]) == (reason, cause)
     assert ("cannot even begin" in trial.output) == (what == "crashes")
-
-
-def test_a_kill_point_that_is_never_reached_is_a_hard_failure(tmp_path: Path) -> None:
-    outcome = drilled("plain", tmp_path, kill_at="Deleted:99")
-    (trial,) = outcome.trials
-    assert (outcome.verdict, trial.reason) == (Verdict.HARD_FAILURE, "the script ended before Deleted:99")

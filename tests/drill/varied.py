@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import time
 from datetime import timedelta
 
@@ -37,6 +39,16 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class SavesByItself(L.Callback):
+    """A file of the user's own choice, where the fit ends: in the process of the rank."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 def loader(samples: int = 64) -> DataLoader[tuple[Tensor, ...]]:
@@ -95,6 +107,8 @@ def main() -> None:
     L.seed_everything(1, verbose=False)
     if args.what == "crashes":
         raise RuntimeError("cannot even begin")
+    if args.what == "has no room":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if args.what == "hangs":
         time.sleep(1000)
     model = Net(float("inf") if args.what == "diverges" else 0.05, args.noise)
@@ -103,9 +117,20 @@ def main() -> None:
     elif args.what == "never saves":
         callback = ft.FaultTolerantCheckpoint(args.root, every_n_train_steps=1000, save_on_train_end=False)
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what in ("preset", "by the clock"):
+        by_clock = {"callbacks": [ft.FaultTolerantCheckpoint(args.root, train_time_interval=timedelta(hours=1))]}
+        arguments = by_clock if args.what == "by the clock" else ft.fault_tolerance(args.root)
+        it = L.Trainer(**arguments, max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False)
+        it.fit(model, loader(), ckpt_path="last")
     elif args.what == "diverges":
         callback = ft.FaultTolerantCheckpoint(args.root, guards=(ft.DivergenceGuard(action="stop"),))
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what == "asks by name":
+        trainer(args.root).fit(model, loader(8), loader(8))
+        Net.load_from_checkpoint(f"{args.root}/step=00000002.ckpt")
+    elif args.what == "spawned":
+        it = trainer(args.root, SavesByItself(f"{args.root}/own.ckpt"), strategy="ddp_spawn", devices=1)
+        it.fit(model, loader(), ckpt_path="last")
     else:
         it = trainer(args.root, devices=args.devices, strategy=args.strategy)
         it.fit(model, loader(), loader(8), ckpt_path="last")

@@ -322,6 +322,25 @@ def test_n1_when_the_first_save_is_due(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
+    ("local_steps", "says"),
+    [
+        (
+            2,
+            "{local}: the first one after step 2 or after 1 epoch; and from there to {to}: the first one after 1 epoch",
+        ),
+        (None, "{local}, and from there to {to}: the first one after 1 epoch"),
+    ],
+)
+def test_n1_when_the_first_save_is_due_in_two_directories(
+    local_steps: int | None, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning")
+    local, to = tmp_path / "local", tmp_path / "to"
+    fit(trainer(ft.FaultTolerantCheckpoint(to, local_dirpath=local, local_every_n_train_steps=local_steps)))
+    assert f"checkpoints are saved to {says.format(local=local, to=to)}" in caplog.text
+
+
+@pytest.mark.parametrize(
     "rules",
     [
         {"every_n_train_steps": 8},

@@ -391,6 +391,12 @@ def test_wrong_arguments_of_the_plugin(name: str, value: Any) -> None:
         ft.FaultTolerantCheckpointIO(**{name: value})
 
 
+def test_a_password_in_a_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(ft.ConfigurationError, match=r"dirpath='ftp://me:\*\*\*@host/run': a password") as caught:
+        ft.FaultTolerantCheckpoint("ftp://me:secret@host/run")
+    assert "secret" not in str(caught.value)
+
+
 def test_an_argument_that_is_not_there() -> None:
     with pytest.raises(TypeError, match="save_top_k"):
         ft.FaultTolerantCheckpoint("runs", save_top_k=3)

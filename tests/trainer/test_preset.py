@@ -55,6 +55,24 @@ def test_a_plugin_for_checkpoints_takes_the_place_of_ours(plugin: CheckpointIO) 
         made(plugins=[plugin], storage_options={"deadline_secs": 5})
 
 
+def test_one_callback_or_plugin_needs_no_list() -> None:
+    monitor, plugin = LearningRateMonitor(), ft.FaultTolerantCheckpointIO()
+    arguments = ft.fault_tolerance("runs/1", callbacks=monitor, plugins=plugin)
+    assert arguments["callbacks"][0] is monitor
+    assert arguments["plugins"] == [plugin]
+    made(callbacks=None, plugins=None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"callbacks": "EarlyStopping"}, {"guards": ft.PreemptionGuard()}, {"guards": None}, {"guards": "all"}],
+)
+def test_what_is_no_list_of_these_is_named(arguments: dict[str, Any]) -> None:
+    (name,) = arguments
+    with pytest.raises(ft.ConfigurationError, match=f"^{name}=.*: must be a "):
+        made(**arguments)
+
+
 def test_two_of_the_callback_are_refused() -> None:
     with pytest.raises(ft.ConfigurationError, match="which fault_tolerance"):
         made(callbacks=[ft.FaultTolerantCheckpoint("runs/2")])

@@ -75,14 +75,6 @@ def writer(storage: ScriptedStorage, naps: list[float]) -> Iterator[Writer]:
     writer.close()
 
 
-@pytest.fixture
-def seen() -> Iterator[list[events.Event]]:
-    found: list[events.Event] = []
-    stop = events.observe(found.append)
-    yield found
-    stop()
-
-
 def task(path: Path, on_commit: Callable[[Manifest], None] | None = None, **state: Any) -> SaveTask:
     staged = Stager(overlap=False).stage({"weights": torch.arange(4.0), **state})
     return SaveTask(str(path), staged, manifest(step=3), on_commit)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,31 @@ def test_a_file_per_start_with_a_line_per_event(tmp_path: Path) -> None:
     ]
     assert lines(file)[1]["blocked_secs"] == 0.5
     assert lines(file)[-1] == {"at": 1_700_000_005.0, "event": "ended", "how": "stopped", "reason": "SIGTERM"}
+
+
+@pytest.mark.parametrize(("hours", "written"), [(0.5, 11), (2.5, 4), (500, 2)])
+def test_a_long_start_writes_fewer_lines_of_progress(tmp_path: Path, hours: float, written: int) -> None:
+    clock = Clock()
+    history = History(str(tmp_path), Storage(), at_once, clock=clock)
+    clock.now += 3600 * hours
+    for step in range(11):
+        history.progress(step, step)
+        clock.now += 1
+    assert len(lines(Path(history.path))) == written
+
+
+def test_a_clock_that_is_set_meanwhile_puts_nothing_out_of_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(str(tmp_path), Storage(), at_once)
+    history.write("started")
+    began = time.time()
+    for there in (began - 3600, began + 86400):
+        monkeypatch.setattr(time, "time", lambda there=there: there)
+        history.write("progress", step=1)
+    at = [line["at"] for line in lines(Path(history.path))]
+    assert at == sorted(at)
+    assert at[-1] - at[0] < 3600
 
 
 def test_a_line_is_in_the_file_before_write_returns(tmp_path: Path) -> None:

@@ -87,6 +87,21 @@ def test_hidden_names_that_are_not_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ftp://user:secret@host/run", "ftp://user:***@host/run"),
+        ("s3://key:sec/ret@bucket", "s3://key:sec/ret@bucket"),  # a colon in a key
+        ("https://:secret@host:80/a@b", "https://:***@host:80/a@b"),
+        ("abfss://container@account.dfs.core.windows.net/run", "abfss://container@account.dfs.core.windows.net/run"),
+        ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+        ("/runs/user:x@y", "/runs/user:x@y"),
+    ],
+)
+def test_passwords_are_not_shown(url: str, shown: str) -> None:
+    assert _names.without_password(url) == shown
+
+
+@pytest.mark.parametrize(
     ("path", "dirpath", "name"),
     [
         ("/a/b.ckpt", "/a", "b.ckpt"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,6 @@ from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
 from tests.trainer import runs
-
-
-@pytest.fixture
-def seen() -> Iterator[list[events.Event]]:
-    with runs.recorded() as found:
-        yield found
 
 
 def written(

@@ -28,14 +28,6 @@ HEX = "0123456789abcdef"
 
 
 @pytest.fixture
-def seen() -> Iterator[list[events.Event]]:
-    found: list[events.Event] = []
-    stop = events.observe(found.append)
-    yield found
-    stop()
-
-
-@pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a write of some MiB has to wait for the disk, as one of some GiB does."""
     monkeypatch.setattr(_direct, "BUFFERS", _direct.DiskBuffers(_direct.ALIGN_BYTES, 2))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ def write(root: Path, name: str, lines: list[Line], tail: str = "") -> None:
     (directory / f"{name}.jsonl").write_text(text + tail)
 
 
-def started(at: float) -> Line:
-    return (at, "started", {"world_size": 2, "start": 1})
+def started(at: float, start: int = 1) -> Line:
+    return (at, "started", {"world_size": 2, "start": start})
 
 
 def training(at: float, step: int, run_id: str = "run") -> Line:
@@ -112,6 +114,74 @@ def test_what_a_kill_cut_short_and_what_is_not_known_is_passed_over(tmp_path: Pa
     (start,) = read(str(tmp_path), Storage()).starts
     assert start.ended_at == 2
     assert start_of_lines("x", []) is None
+
+
+def test_of_a_million_lines_little_is_kept() -> None:
+    """The next start reads them beside a training that needs its memory."""
+    count = 20_000
+    first = [b'{"at": 0, "event": "started"}', b'{"at": 0, "event": "training"}']
+    more = (b'{"at": %d.5, "event": "progress", "step": %d, "batch": %d}' % (n, n, n) for n in range(count))
+    tracemalloc.start()
+    try:
+        start = start_of_lines("x", itertools.chain(first, more))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert start is not None
+    assert start.last_step == count - 1
+    assert peak_bytes < 200 * count
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"at": null, "event": "progress", "step": 9}',
+        '{"at": NaN, "event": "progress", "step": 9}',
+        '{"at": 1e400, "event": "progress", "step": 9}',
+        '{"at": true, "event": "progress", "step": 9}',
+        '{"at": 5, "event": "progress", "step": null}',
+        '{"at": 5, "event": "progress", "step": "9"}',
+        '{"at": 5, "event": "committed", "step": 9, "blocked_secs": [0.1]}',
+        '{"at": 5, "event": "training", "step": {}}',
+        '{"at": 5, "event": "started", "world_size": "two"}',
+        '{"at": 5, "event": ["progress"], "step": 9}',
+    ],
+)
+def test_a_damaged_line_is_passed_over(tmp_path: Path, line: str) -> None:
+    write(tmp_path, "1", [started(0), training(1, 0), progress(2, 1)], tail=line + "\n\x00\xff\n")
+    timeline = read(str(tmp_path), Storage())
+    assert (timeline.elapsed_secs, timeline.starts[0].last_step, timeline.saves) == (2, 1, [])
+
+
+def test_what_a_start_went_back_from_is_lost(tmp_path: Path) -> None:
+    """Trained to step 20, back to 10, trained to 30, back to 25; killed at 40, and the next one goes on from 30."""
+    write(tmp_path, "1", [started(0), training(5, 0), progress(15, 10), committed(16, 10, 1.0), progress(25, 20),
+                          committed(26, 20, 2.0), (30, "resumed", {"path": "x", "step": 10}), progress(40, 20),
+                          progress(45, 25), progress(50, 30), (52, "resumed", {"path": "y", "step": 25}),
+                          progress(60, 30), committed(61, 30, 4.0), progress(70, 40)])  # fmt: skip
+    write(tmp_path, "2", [started(80), training(90, 30), progress(95, 35), (95, "ended", {"how": "finished"})])
+    timeline = read(str(tmp_path), Storage())
+    first, second = timeline.accounts
+    assert (first.lost_steps, second.lost_steps) == (10 + 5 + 10, 0)
+    # From 15 to 30, from 45 to 52, and from 60 to the end; of the stalls none is between 5 and 60 and not lost.
+    assert (first.lost_secs, first.survived_at, first.stalled_secs) == (15 + 7 + 10, 60, 7.0)
+    assert first.useful_secs == (60 - 5) - 15 - 7
+    assert timeline.goodput == pytest.approx((33 + 5) / 95)
+
+
+def test_clocks_that_disagree_put_nothing_out_of_order(tmp_path: Path) -> None:
+    """The second start was on a machine whose clock is an hour behind."""
+    write(tmp_path, "2", [started(10_000, 1), training(10_010, 0), committed(10_020, 10, 0.0), progress(10_030, 20)])
+    write(
+        tmp_path,
+        "1",
+        [started(6_400, 2), training(6_410, 10), progress(6_440, 40), (6_440, "ended", {"how": "finished"})],
+    )
+    timeline = read(str(tmp_path), Storage())
+    assert [(start.ordinal, start.how) for start in timeline.starts] == [(1, None), (2, "finished")]
+    assert [account.down_secs for account in timeline.accounts] == [0, 0]
+    assert (timeline.lost_steps, timeline.elapsed_secs) == (10, 30 + 40)
+    assert timeline.goodput == pytest.approx((0 + 30) / 70)
 
 
 def test_without_event_files_there_is_no_start(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def test_refused_with_field_value_and_reason(field: str, value: Any, why: str) -
     assert f"{field}={value!r}" in str(caught.value)
 
 
+def test_another_word_than_auto_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="every_n_train_steps='Auto': a whole number, or \"auto\""):
+        Trigger.of("Auto", None, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("trigger", "expected"),
     [(Trigger(), Trigger(every_n_epochs=1)), (STEPS, STEPS), (EPOCHS, EPOCHS), (TIME, TIME), (AUTO, AUTO), (ALL, ALL)],
