@@ -283,6 +283,13 @@ def stops_here(trainer: pl.Trainer) -> bool:
     return bool(limit_reached or (trainer.should_stop and trainer.fit_loop._can_stop_early))
 
 
+def run_is_over(trainer: pl.Trainer) -> bool:
+    """Whether a restart from here would have nothing to train, whatever else is asked for."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    limit_reached = epoch_loop.max_steps != -1 and trainer.global_step >= epoch_loop.max_steps
+    return bool(limit_reached or (stopped_early(trainer) and trainer.fit_loop._can_stop_early))
+
+
 def planned_steps(trainer: pl.Trainer) -> int | None:
     """How many steps, as `progress` counts them, the run has at most; None if nobody knows."""
     limits = [trainer.max_steps] if trainer.max_steps != -1 else []

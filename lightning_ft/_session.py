@@ -300,8 +300,9 @@ class Session:
         boundaries.decide(progress, epoch_finished=False, ends_here=ends_here)
 
     def leaves_epoch(self) -> bool:
-        """Whether the process is about to end within the epoch: its end belongs to the restart, and may take long."""
-        return self._boundaries.stopped_within_epoch and self._ending.leaves
+        """Whether the process is about to end within the epoch: the rest of it, and its end, are the restart's."""
+        boundaries = self._boundaries
+        return boundaries.stopped_within_epoch and self._ending.leaves and not boundaries.is_last
 
     def after_epoch(self) -> None:
         """An epoch boundary, unless training was stopped within the epoch: then its last step was one."""

@@ -161,6 +161,9 @@ class Watch:
     def leave(self, exit_code: int) -> None:
         """The fit was ended by a request and is torn down; the process ends with `exit_code` when this returns."""
 
+    def stays(self) -> None:
+        """It does not after all: who has called `fit` has caught the `SystemExit`. Thread: any."""
+
 
 class Watches(Watch):
     """Several watches as one."""
@@ -241,3 +244,7 @@ class Watches(Watch):
     def leave(self, exit_code: int) -> None:
         for watch in self._watches:
             watch.leave(exit_code)
+
+    def stays(self) -> None:
+        for watch in self._watches:
+            watch.stays()

@@ -152,6 +152,19 @@ def test_the_end_of_the_epoch_is_left_to_the_restart(tmp_path: Path) -> None:
     assert {epoch for epoch, *_ in resumed(tmp_path).steps} == {0, 1}
 
 
+def test_the_end_of_the_epoch_is_not_left_to_a_restart_that_has_nothing_to_train(tmp_path: Path) -> None:
+    """A signal in the last step of a run whose last epoch is cut short by `max_steps`."""
+    ended: list[int] = []
+
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            ended.append(trainer.global_step)
+
+    stopped(tmp_path, Ends(), At("on_train_batch_start", n=3), max_steps=3)
+    assert (manifest(tmp_path).step, ended) == (3, [3])
+    assert resumed(tmp_path, max_steps=3).steps == []
+
+
 def test_a_signal_after_the_ballot_of_its_batch_counts_for_the_next(tmp_path: Path) -> None:
     assert len(stopped(tmp_path, At("on_before_zero_grad", n=3)).steps) == 4
 
