@@ -310,6 +310,15 @@ class Session:
             self._exceptions.check()
             self._boundaries.decide(_loops.progress(self._trainer), epoch_finished=True)
 
+    def training_over(self) -> None:
+        """The last step is done, and what it has made of the weights is known to be sound.
+
+        Raises:
+            FaultToleranceError: It is not, on all ranks.
+        """
+        self._exceptions.check()
+        self.watches.training_over()
+
     # -- hooks of the callback -----------------------------------------------------------------------------------
 
     def train_starts(self) -> None:

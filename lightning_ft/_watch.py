@@ -127,6 +127,12 @@ class Watch:
         """
         return False
 
+    def training_over(self) -> None:
+        """No further batch will be trained; hooks of the end, and the last save, come next.
+
+        What is raised here is raised on all ranks.
+        """
+
     def refuses_save(self) -> str | None:
         """Why the state of now must not be saved for a restart; None if it may be. The same on all ranks.
 
@@ -215,6 +221,11 @@ class Watches(Watch):
 
     def urgent(self, votes: Mapping[str, int]) -> bool:
         return any([watch.urgent(votes) for watch in self._watches])
+
+    @raised_everywhere()
+    def training_over(self) -> None:
+        for watch in self._watches:
+            watch.training_over()
 
     @raised_everywhere()
     def refuses_save(self) -> str | None:
