@@ -78,6 +78,8 @@ class Boundaries:
         """Whether training ends, or has ended, at the last step boundary, within an epoch."""
         self.is_last = False
         """Whether no restart will train what is left of the epoch at the last boundary."""
+        self.stopped_early = False
+        """Whether an `EarlyStopping` had decided, before the fit was asked to end, that the run is over."""
         self._undo: list[Callable[[], None]] = []
 
     def close(self) -> None:
@@ -110,6 +112,7 @@ class Boundaries:
             SaveError: An earlier save has failed (on all ranks, unless ``on_error="warn"``).
         """
         self.is_last = _loops.run_is_over(self._trainer)
+        self.stopped_early = _loops.stopped_early(self._trainer)
         votes = self.voting.take(afresh=epoch_finished)
         if votes.get("save_failed"):
             self._saves.report_failure("training goes on")
@@ -174,6 +177,7 @@ class Boundaries:
         stop = self._ending.request
         assert stop is not None, "a watch that calls something urgent asks for the end of the fit"
         self._undo.append(_loops.update_no_more_schedulers(self._trainer))
+        self.stopped_early = _loops.stopped_early(self._trainer)
         _loops.stop_now(self._trainer)
         self.stopped_within_epoch = True
         if stop.save is not None:

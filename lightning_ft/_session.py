@@ -376,7 +376,7 @@ class Session:
         before = self.validation.before if self._saves.at_hand else None
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
-            boundary=boundary, stopping=self._ending.request is not None, seed=self._seed, guards=self.watches.state(),
+            boundary=boundary, stopped_early=self._stopped_early, seed=self._seed, guards=self.watches.state(),
             before=before,
         )  # fmt: skip
         if before is not None:
@@ -392,6 +392,13 @@ class Session:
         }
         if self._saves.emergency is not None:
             checkpoint[KEY]["emergency"] = self._saves.emergency
+
+    @property
+    def _stopped_early(self) -> bool:
+        # Who asks for the end of the fit sets the same flag as an `EarlyStopping`, and those remember old decisions.
+        return (
+            self._boundaries.stopped_early if self._ending.request is not None else _loops.stopped_early(self._trainer)
+        )
 
     @property
     def saves(self) -> bool:
