@@ -76,6 +76,10 @@ class Boundaries:
         self.voting = Voting(trainer, ranks, watches, (*Saves.TOPICS, "time_due"), self.own_votes)
         self.stopped_within_epoch = False
         """Whether training ends, or has ended, at the last step boundary, within an epoch."""
+        self.is_last = False
+        """Whether no restart will train what is left of the epoch at the last boundary."""
+        self.stopped_early = False
+        """Whether an `EarlyStopping` had decided, before the fit was asked to end, that the run is over."""
         self._undo: list[Callable[[], None]] = []
 
     def close(self) -> None:
@@ -107,6 +111,8 @@ class Boundaries:
         Raises:
             SaveError: An earlier save has failed (on all ranks, unless ``on_error="warn"``).
         """
+        self.is_last = _loops.run_is_over(self._trainer)
+        self.stopped_early = _loops.stopped_early(self._trainer)
         votes = self.voting.take(afresh=epoch_finished)
         if votes.get("save_failed"):
             self._saves.report_failure("training goes on")
@@ -171,6 +177,7 @@ class Boundaries:
         stop = self._ending.request
         assert stop is not None, "a watch that calls something urgent asks for the end of the fit"
         self._undo.append(_loops.update_no_more_schedulers(self._trainer))
+        self.stopped_early = _loops.stopped_early(self._trainer)
         _loops.stop_now(self._trainer)
         self.stopped_within_epoch = True
         if stop.save is not None:
@@ -194,7 +201,8 @@ class Boundaries:
             self._plugin.reports_failures = True
         self._watches.phase("end")
         self.ask_now(progress)
-        self._ending.leave(saved=self._saves.has(progress), last=self._watches.leave)
+        watches = self._watches
+        self._ending.leave(saved=self._saves.has(progress), last=watches.leave, stays=watches.stays)
 
     def ask_now(self, progress: Progress) -> bool:
         """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""

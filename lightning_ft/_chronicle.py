@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from lightning_ft import _loops, events
+from lightning_ft import _loops, _words, events
 from lightning_ft._history import History
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft.plugin import FaultTolerantCheckpointIO
@@ -65,7 +65,7 @@ class Chronicle(Watch):
         self._forget()
         stop = self._fit.stop()
         if self._error is not None:
-            self._history.close("failed", f"{type(self._error).__name__}: {self._error}")
+            self._history.close("failed", _words.error(self._error))
         elif stop is not None:
             self._history.close("stopped", stop.reason)
         else:

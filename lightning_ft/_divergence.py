@@ -74,8 +74,11 @@ def spike_limit(losses: Iterable[float], sigmas: float, window: int) -> float | 
     known = list(losses)
     if len(known) < max(2, window // 2):
         return None
-    mean = math.fsum(known) / len(known)
-    spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in known) / (len(known) - 1))
+    try:
+        mean = math.fsum(known) / len(known)
+        spread = math.sqrt(math.fsum((loss - mean) ** 2 for loss in known) / (len(known) - 1))
+    except OverflowError:  # in double precision: nothing finite is above such losses
+        return None
     return mean + sigmas * spread if spread > 0 else None
 
 

@@ -66,7 +66,8 @@ class DivergenceWatch(Watch):
         self._move = Move.GO_ON  # of the step at hand
         self._bad_steps = 0
         self._poisoned = False  # by a step that was taken although its loss was not finite
-        self._trained_up_to = 0
+        self._trained_up_to = self._batch_at_start = 0
+        self._never_finite: frozenset[str] = frozenset()
         self._step_at_hand = self._last_step = range(0)
         self._sound_buffers: frozenset[str] | None = None
         if guard.action == "rollback" and fit.plugin is None:
@@ -88,7 +89,8 @@ class DivergenceWatch(Watch):
                 'DivergenceGuard(action="rollback", offending="skip"): training_step(dataloader_iter) fetches its '
                 'batches by itself, so none can be left out; use offending="retry" or action="stop"'
             )
-        self._trained_up_to = _loops.progress(self._fit.trainer).batch
+        self._trained_up_to = self._batch_at_start = _loops.progress(self._fit.trainer).batch
+        self._never_finite = _last_finite.weights_not_finite(self._fit.trainer.lightning_module)
         if self._guard.patience:
             self._sound_buffers = self._buffers_that(finite=True)
 
@@ -225,12 +227,25 @@ class DivergenceWatch(Watch):
         suspect_from: int | None = first - 1
         if undone and not self._steps_of_batch:
             # The weights of now are those of the last step, and of every checkpoint since.
-            finite = all(fit.ranks.all_gather(_last_finite.weights_are_finite(fit.trainer.lightning_module)))
+            finite = all(fit.ranks.all_gather(not _last_finite.weights_not_finite(fit.trainer.lightning_module)))
             suspect_from = None if finite else self._trained_up_to
             if not finite:
                 culprits = list(self._last_step)
                 words += "; its weights were not finite to begin with"
                 words += f", since the step of batches {ranges(culprits)}" if culprits else ""
+        self._leave(move, words, reports, first, culprits, suspect_from)
+
+    def _leave(
+        self,
+        move: Move,
+        words: str,
+        reports: Sequence[Sequence[tuple[Seen, str]]],
+        first: int,
+        culprits: Sequence[int],
+        suspect_from: int | None,
+    ) -> None:
+        """Never returns. What it raises, see `_act`."""
+        fit = self._fit
         found = _last_finite.find(fit, first, suspect_from)
         if move == Move.ROLL_BACK and found.path:
             leave_out = culprits if self._guard.offending == "skip" else []
@@ -247,6 +262,25 @@ class DivergenceWatch(Watch):
         elif self._guard.action == "rollback":
             words += f"; it went back {self._course.rollbacks} times already (max_rollbacks)"
         raise self._error(words, reports, first, culprits, found)
+
+    def training_over(self) -> None:
+        """No loss will show what the last step has made of the weights, so they are looked at."""
+        fit = self._fit
+        batch = _loops.progress(fit.trainer).batch
+        if batch == self._batch_at_start or fit.stop() is not None:
+            return  # nothing was trained; or a restart will show it, and this job may have little time
+        broken = _last_finite.weights_not_finite(fit.trainer.lightning_module) - self._never_finite
+        if not any(fit.ranks.all_gather(bool(broken))):
+            return
+        culprits = list(self._step_at_hand)
+        words = f"weights are not finite after the last step of the run (batches {ranges(culprits)})"
+        if self._guard.action == "warn":
+            self._poisoned = True
+            if fit.ranks.is_zero:
+                _log.warning("%s: they are not saved", words)
+            return
+        self._course, move = self._course.without_tolerance(self._guard)
+        self._leave(move, words, self._reports(), batch + 1, culprits, batch)
 
     def _error(
         self,

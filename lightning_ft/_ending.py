@@ -48,15 +48,16 @@ class Ending:
         """The fit goes on from an older checkpoint, where nothing had asked for its end."""
         self.request = None
 
-    def leave(self, *, saved: bool, last: Callable[[int], None]) -> None:
+    def leave(self, *, saved: bool, last: Callable[[int], None], stays: Callable[[], None]) -> None:
         """Once Lightning has torn down the fit, the process ends with the code that was asked for, if one was.
 
         Args:
             saved: Whether the state at the end is on disk.
             last: Called with the code as the very last thing.
+            stays: Called if the process does not end.
         """
         if self.request is not None:
-            _leaving.leave_after_fit(self._trainer, self.request.code_when(saved=saved), last)
+            _leaving.leave_after_fit(self._trainer, self.request.code_when(saved=saved), last, stays)
 
     @property
     def is_no_fault(self) -> bool:

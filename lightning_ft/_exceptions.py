@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_ft import _launched, _loops, _memory, _peers
+from lightning_ft import _launched, _loops, _memory, _peers, _words
 from lightning_ft._dist import Ranks, is_everywhere
 from lightning_ft._peers import Peers
 from lightning_ft._writers import GRACE_SECS
@@ -117,7 +117,7 @@ class Exceptions:
 
     def _leave_the_others(self, error: BaseException, lost: PeerLostError | None) -> None:
         if lost is None:
-            self.peers.tell(_peers.describe(error))
+            self.peers.tell(_words.error(error))
         elif isinstance(error, RankFailure) and self.peers.lost is None:
             self.peers.tell(error.message, error.rank if error.rank >= 0 else None)
         _peers.let_go()
@@ -132,7 +132,7 @@ class Exceptions:
         briefly = isinstance(error, KeyboardInterrupt) or is_everywhere(error)
         _log.error(
             "rank %d failed, after %d steps and %d batches of the run: %s", self._ranks.rank, progress.step,
-            progress.batch, _peers.describe(error),
+            progress.batch, _words.error(error),
             exc_info=None if briefly else error,
         )  # fmt: skip
 

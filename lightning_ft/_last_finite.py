@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ft import _names, discovery
 from lightning_ft._line import Line
@@ -37,11 +38,20 @@ def candidates(infos: Iterable[CheckpointInfo], line: Line, before: int) -> list
     return sorted(led_here, key=lambda info: info.order, reverse=True)
 
 
-def weights_are_finite(module: nn.Module) -> bool:
-    """Whether what is trained of `module` on this rank holds numbers only. Blocks on: the device."""
-    return all(
-        bool(torch.isfinite(getattr(p, "_local_tensor", p)).all()) for p in module.parameters() if p.requires_grad
+def weights_not_finite(module: nn.Module) -> frozenset[str]:
+    """The names of what is trained of `module` on this rank and holds not only numbers. Blocks on: the device."""
+    return frozenset(
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and not is_lazy(p) and not _is_all_numbers(getattr(p, "_local_tensor", p).detach())
     )
+
+
+def _is_all_numbers(values: Tensor) -> bool:
+    if values.is_sparse:
+        values = values.coalesce().values()
+    # Of floating-point numbers of a byte, torch cannot ask that.
+    return bool(torch.isfinite(values if values.element_size() > 1 else values.float()).all())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -33,10 +34,27 @@ _CHILDREN_WITHIN_SECS = 60.0
 
 
 class _Left(SystemExit):
-    """The fit is over and torn down, and the process ends."""
+    """The fit is over and torn down, and the process ends.
+
+    Args:
+        code: The exit code.
+        stays: Called if the process does not end: this was caught, and nobody has it any more.
+    """
+
+    def __init__(self, code: object, stays: Callable[[], None] | None = None) -> None:
+        super().__init__(code)
+        self._stays = stays
+
+    def __del__(self) -> None:
+        # The interpreter itself, about to exit, drops it below the last frame of the program.
+        caught = sys._getframe().f_back is not None
+        if self._stays is not None and caught and not sys.is_finalizing():
+            self._stays()
 
 
-def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int], None]) -> None:
+def leave_after_fit(
+    trainer: pl.Trainer, code: int | None, last: Callable[[int], None], stays: Callable[[], None]
+) -> None:
     """`trainer.fit`, which has ended its training, does not return: the process ends with `code`, if that is one.
 
     Unless it still fails: then that error goes its way.
@@ -45,6 +63,7 @@ def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int],
         trainer: The trainer, in `on_train_end`.
         code: The exit code.
         last: Called with the code when everything is torn down, on all ranks.
+        stays: Called if the process does not end after all, as somebody has caught its `SystemExit`.
     """
     if code is None:
         return
@@ -66,7 +85,7 @@ def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int],
         trainer.state.status = TrainerStatus.INTERRUPTED
         # It was called; Lightning calls it once more, before it lets the exception go.
         undo.append(_loops.replaced(trainer, "_teardown", forget))
-        raise _Left(code)
+        raise _Left(code, stays)
 
     def interrupted(of: pl.Trainer, exception: BaseException) -> None:
         if isinstance(exception, _Left):

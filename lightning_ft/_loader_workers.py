@@ -4,6 +4,9 @@ Schedulers and launchers signal whole groups of processes (torchrun, SLURM, the 
 dies of it takes the training along before it has saved: PyTorch raises for a dead worker, in the middle of a step. So
 what stops the training does nothing in its workers, which end when their parent tells them to, or is gone.
 
+A worker that is being started, which takes seconds where it is spawned, has these signals blocked until it can do that:
+a process inherits what the one that starts it has blocked.
+
 SIGTERM is also what the parent itself sends to a worker that does not end as it is told; SIGKILL takes its place there.
 
 Private, as of torch 2.13 and torchdata 0.11: `_worker_loop`, what a worker runs, and the functions of
@@ -19,7 +22,9 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import partial, partialmethod
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.utils.data import _utils
@@ -36,6 +41,7 @@ def shield(numbers: Collection[int]) -> Callable[[], None]:
     """Workers that start from now on outlive these signals, and Ctrl-C, until the returned function is called."""
     undo = [
         _replaced(_torch_worker, "_worker_loop", partial(_torch_worker_loop, tuple(numbers))),
+        _replaced(BaseProcess, "start", partialmethod(_started_blocked, BaseProcess.start, {*numbers, signal.SIGINT})),
         _replaced(_handling, "_set_worker_pids", partial(_workers_started, _handling._set_worker_pids)),
     ]
     torchdata = sys.modules.get(_TORCHDATA)
@@ -53,6 +59,21 @@ def _replaced(module: Any, name: str, value: Any) -> Callable[[], None]:
     before = getattr(module, name)
     setattr(module, name, value)
     return partial(setattr, module, name, before)
+
+
+def _started_blocked(process: BaseProcess, start: Callable[[BaseProcess], None], numbers: set[int]) -> None:
+    """Thread: the one that makes the iterator. Signals that come meanwhile arrive when this is over."""
+    loop = getattr(getattr(process, "_target", None), "func", None)
+    if loop not in (_torch_worker_loop, _torchdata_worker_loop) or not hasattr(signal, "pthread_sigmask"):
+        start(process)
+        return
+    if getattr(process, "_start_method", "fork") != "fork":
+        resource_tracker.ensure_running()  # which, when it has to be started, unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        start(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _workers_started(go_on: Callable[[int, tuple[int, ...]], None], loader: int, pids: tuple[int, ...]) -> None:
@@ -83,6 +104,8 @@ def _outlive(numbers: tuple[int, ...]) -> None:
         _ignore(numbers)
 
     _ignore({*numbers, signal.SIGINT})
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*numbers, signal.SIGINT})
     # The loop's first act, which takes SIGTERM back.
     theirs = _handling._set_worker_signal_handlers
     _handling._set_worker_signal_handlers = set_handlers

@@ -16,6 +16,7 @@ after_batch        after ``*_optimization.run``            forward, backward and
 after_step         after ``epoch_loop.on_advance_end``    the step, its hooks and its validation are over
 leaves_epoch       before ``fit_loop.on_advance_end``      no further batch of the epoch is trained
 after_epoch        after ``fit_loop.on_advance_end``      the epoch, its hooks and its schedulers are over
+training_over      before ``fit_loop.on_run_end``         no further batch is trained; hooks of the end come next
 =================  =====================================  ==================================================
 """
 
@@ -53,6 +54,7 @@ class Hooks(Protocol):
     def after_step(self) -> None: ...
     def leaves_epoch(self) -> bool: ...
     def after_epoch(self) -> None: ...
+    def training_over(self) -> None: ...
 
 
 def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
@@ -74,6 +76,7 @@ def install(trainer: pl.Trainer, hooks: Hooks) -> Callable[[], None]:
         around(fit_loop, "on_advance_end", before=hooks.after_batch),  # of an epoch that a batch not trained has ended
         around(fit_loop, "on_advance_end", before=partial(_uncount_end_of_data, trainer), after=hooks.after_epoch),
         around(fit_loop, "on_advance_end", before=partial(_leave_epoch, hooks)),
+        around(fit_loop, "on_run_end", before=hooks.training_over),
     ]
 
     def remove() -> None:
@@ -281,6 +284,13 @@ def stops_here(trainer: pl.Trainer) -> bool:
     epoch_loop = trainer.fit_loop.epoch_loop
     limit_reached = epoch_loop.max_steps != -1 and trainer.global_step >= epoch_loop.max_steps
     return bool(limit_reached or (trainer.should_stop and trainer.fit_loop._can_stop_early))
+
+
+def run_is_over(trainer: pl.Trainer) -> bool:
+    """Whether a restart from here would have nothing to train, whatever else is asked for."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    limit_reached = epoch_loop.max_steps != -1 and trainer.global_step >= epoch_loop.max_steps
+    return bool(limit_reached or (stopped_early(trainer) and trainer.fit_loop._can_stop_early))
 
 
 def planned_steps(trainer: pl.Trainer) -> int | None:

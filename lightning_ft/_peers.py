@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
+from lightning_ft import _words
 from lightning_ft._dist import WRITERS, Ranks
 from lightning_ft.errors import PeerLostError, RankFailure
 from lightning_ft.exit_codes import PEER_LOST
@@ -164,7 +165,7 @@ class Peers:
         heard = self._heard.wait(3 * ANSWERS_SECS)
         if heard and not self._gone:
             return self._lost
-        return self._without_store(self._gone or describe(error))
+        return self._without_store(self._gone or _words.error(error))
 
     def close(self) -> None:
         """The line is closed. Local. Blocks on: the listener; not if it cannot be woken."""
@@ -292,11 +293,6 @@ def _break(group: Any) -> None:
         work.wait(timedelta(milliseconds=1))
     except RuntimeError as broken:  # as was to be expected
         _log.debug("%s", broken)
-
-
-def describe(error: BaseException) -> str:
-    """The last line of the traceback that `error` will have."""
-    return f"{type(error).__name__}: {error}"
 
 
 def _like(others: list[int]) -> str:

@@ -206,7 +206,7 @@ class Preemption(Watch):
             self._noting.close(dealt_with=self._failed or self._request is not None)
 
     def leave(self, exit_code: int) -> None:
-        """SLURM queues the job again, where that was asked for; signals mean what they meant before."""
+        """SLURM queues the job again, where that was asked for; signals do nothing until the process has ended."""
         if self._leaves:
             self._leaves = False
             failed = exit_code == PREEMPTED_UNSAVED and self._request is not None and self._request.save is not None
@@ -217,6 +217,12 @@ class Preemption(Watch):
                 # Also how `scancel` ends a job; the early signal is none of that.
                 sigterm_alone = set(self._noting.arrivals()) <= {signal.SIGTERM}
                 _slurm.last_words.leave(partial(_slurm.requeue, job, unless_cancelled=sigterm_alone))
+            # A scheduler repeats itself, and what the script still does may take long.
+            self._noting.linger()
+
+    def stays(self) -> None:
+        """Signals mean what they meant before."""
+        if self._noting.lingers:
             self._noting.close(dealt_with=True)
 
     def _job_to_requeue(self) -> str | None:

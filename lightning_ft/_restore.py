@@ -43,7 +43,7 @@ def build_state(
     loaders: TrackedLoaders,
     *,
     boundary: str,
-    stopping: bool,
+    stopped_early: bool,
     seed: str | None,
     guards: dict[str, Any],
     before: Before | None = None,
@@ -59,7 +59,7 @@ def build_state(
         data_rank: This one's place among those that train on different data.
         loaders: Its train dataloaders.
         boundary: ``"step"`` or ``"epoch"`` at our own boundaries, ``"none"`` for saves of other callbacks.
-        stopping: A guard stops this run, which a restart has to continue.
+        stopped_early: An `EarlyStopping` has decided that the run is over; not a guard, after which it goes on.
         seed: What the run was first seeded with.
         before: Of the validation within which this is; what is saved is the state before it.
         guards: What the guards of this rank know.
@@ -96,7 +96,7 @@ def build_state(
         "seed": seed,
         "reloads": _loops.reloads(trainer) if before is None else before.reloads,
         "validation_due": before is not None,
-        "should_stop": _loops.stopped_early(trainer) and not stopping,
+        "should_stop": stopped_early,
     }
 
 

@@ -300,14 +300,24 @@ class Session:
         boundaries.decide(progress, epoch_finished=False, ends_here=ends_here)
 
     def leaves_epoch(self) -> bool:
-        """Whether the process is about to end within the epoch: its end belongs to the restart, and may take long."""
-        return self._boundaries.stopped_within_epoch and self._ending.leaves
+        """Whether the process is about to end within the epoch: the rest of it, and its end, are the restart's."""
+        boundaries = self._boundaries
+        return boundaries.stopped_within_epoch and self._ending.leaves and not boundaries.is_last
 
     def after_epoch(self) -> None:
         """An epoch boundary, unless training was stopped within the epoch: then its last step was one."""
         if not self._boundaries.stopped_within_epoch:
             self._exceptions.check()
             self._boundaries.decide(_loops.progress(self._trainer), epoch_finished=True)
+
+    def training_over(self) -> None:
+        """The last step is done, and what it has made of the weights is known to be sound.
+
+        Raises:
+            FaultToleranceError: It is not, on all ranks.
+        """
+        self._exceptions.check()
+        self.watches.training_over()
 
     # -- hooks of the callback -----------------------------------------------------------------------------------
 
@@ -364,7 +374,7 @@ class Session:
         before = self.validation.before if self._saves.at_hand else None
         saved = build_state(
             self._trainer, self._tree, self._ranks, self._data_rank, self._loaders,
-            boundary=boundary, stopping=self._ending.request is not None, seed=self._seed, guards=self.watches.state(),
+            boundary=boundary, stopped_early=self._stopped_early, seed=self._seed, guards=self.watches.state(),
             before=before,
         )  # fmt: skip
         if before is not None:
@@ -380,6 +390,13 @@ class Session:
         }
         if self._saves.emergency is not None:
             checkpoint[KEY]["emergency"] = self._saves.emergency
+
+    @property
+    def _stopped_early(self) -> bool:
+        # Who asks for the end of the fit sets the same flag as an `EarlyStopping`, and those remember old decisions.
+        return (
+            self._boundaries.stopped_early if self._ending.request is not None else _loops.stopped_early(self._trainer)
+        )
 
     @property
     def saves(self) -> bool:

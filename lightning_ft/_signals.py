@@ -5,6 +5,7 @@ set a flag. There is one handler per signal however many guards there are::
 
     note(...)        a guard is made        signals are noted, from now on
     Noting(...)      a fit begins           ... until it is closed
+    linger()         the process leaves     they do nothing any more, until it has left
     suspended()      a test begins          they mean what they mean without us, until it is over
 
 While nobody asks for a signal, the handler of it that may still be installed behaves as if it were not there.
@@ -13,6 +14,7 @@ Children that are forked have the handlers of before.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -52,6 +55,16 @@ class _Noted:
         self._level = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._level == 0 and self._before and frame is sys._getframe(1):
+            # Not passed on to us: it arrives once more while the last of the others is at work.
+            self._level = 1
+            try:
+                return self._handle(number, frame)
+            finally:
+                self._level = 0
+        return self._handle(number, frame)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != _pid or not _asked_for(number):
             self._as_if_absent(frame)
             return
@@ -74,7 +87,8 @@ class _Noted:
         assert self.arrival is not None
         if self.arrival.count > 1:
             signal.default_int_handler(self.number, frame)
-        os.write(2, b"\nCtrl-C: saving after this step, then stopping; once more stops at once, without saving\n")
+        with suppress(OSError):  # `train.py | tee log`: the same Ctrl-C has ended who was to be told
+            os.write(2, b"\nCtrl-C: saving after this step, then stopping; once more stops at once, without saving\n")
 
     def _pass_on(self, frame: FrameType | None) -> bool:
         if self._level == 0:
@@ -146,6 +160,7 @@ def note(numbers: Collection[int], owner: object) -> bool:
     Returns:
         Whether that is so: not if this is another thread than the main one.
     """
+    _close_lingering()
     _forget_owner(owner)
     _waiting.append((weakref.ref(owner, _owner_is_gone), frozenset(numbers)))
     return _install(numbers)
@@ -198,7 +213,9 @@ class Noting:
     """
 
     def __init__(self, numbers: Collection[int], owner: object) -> None:
+        _close_lingering()
         self.numbers = set(numbers)
+        self.lingers = False
         self._owner = owner
         _install(numbers)
         _noting.append(self)
@@ -226,6 +243,16 @@ class Noting:
         """How often somebody else's handler wanted to end the process at once."""
         return sum(arrival.deferred_exits for arrival in self.arrivals().values())
 
+    def linger(self) -> None:
+        """The process is about to leave, with a code that says what became of it: no signal changes that any more.
+
+        Until `close`, in case it does not leave, or until the next fit or guard, before which it obviously has not.
+        """
+        self.lingers = True
+        if signal.SIGINT in self.numbers:  # by hand, and somebody is waiting
+            self.numbers.remove(signal.SIGINT)
+            _give_back([signal.SIGINT], dealt_with=True)
+
     def close(self, *, dealt_with: bool) -> None:
         """Signals are what they were before, unless another fit or another guard asks for them.
 
@@ -241,12 +268,28 @@ class Noting:
         _give_back(self.numbers, dealt_with=dealt_with)
 
 
+def _close_lingering() -> None:
+    for noting in [fit for fit in _noting if fit.lingers]:
+        noting.close(dealt_with=True)
+
+
+def _at_exit() -> None:
+    """The interpreter gives signals that are handled in Python back to the system before its own end, but not these."""
+    for number in {number for fit in _noting if fit.lingers for number in fit.numbers}:
+        signal.signal(number, signal.SIG_IGN)
+
+
+# Programs that are started by what is registered later, and so called earlier, do not inherit that.
+atexit.register(_at_exit)
+
+
 def suspend() -> Callable[[], None]:
     """Signals mean what they mean without us, also those that have arrived, until the returned function is called.
 
     Those of a fit at work are noted all the same.
     """
     global _suspensions
+    _close_lingering()
     _suspensions += 1
     for number, noted in _noted.items():
         if noted.arrival is not None and not _asked_for(number):

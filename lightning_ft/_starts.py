@@ -95,15 +95,15 @@ class Starts:
 
 
 def read(storage: Storage, dirpath: str) -> Starts:
-    """What the file in `dirpath` says; nothing, if it is gone or damaged: it only ever spares crashes."""
+    """What the file in `dirpath` says; nothing, if it is gone or cannot be read: it only ever spares crashes."""
     path = join(dirpath, STARTS_NAME)
     try:
         with storage.open_read(path) as file:
             return Starts.parse(file.read())
     except FileNotFoundError:
         return Starts()
-    except ValueError as error:
-        _log.warning("%s cannot be read, so no start was counted: %s", path, error)
+    except (ValueError, ArithmeticError, RecursionError, OSError) as error:
+        _log.warning("%s cannot be read, so no start was counted: %s: %s", path, type(error).__name__, error)
         return Starts()
 
 

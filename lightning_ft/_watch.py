@@ -127,6 +127,12 @@ class Watch:
         """
         return False
 
+    def training_over(self) -> None:
+        """No further batch will be trained; hooks of the end, and the last save, come next.
+
+        What is raised here is raised on all ranks.
+        """
+
     def refuses_save(self) -> str | None:
         """Why the state of now must not be saved for a restart; None if it may be. The same on all ranks.
 
@@ -160,6 +166,9 @@ class Watch:
 
     def leave(self, exit_code: int) -> None:
         """The fit was ended by a request and is torn down; the process ends with `exit_code` when this returns."""
+
+    def stays(self) -> None:
+        """It does not after all: who has called `fit` has caught the `SystemExit`. Thread: any."""
 
 
 class Watches(Watch):
@@ -214,6 +223,11 @@ class Watches(Watch):
         return any([watch.urgent(votes) for watch in self._watches])
 
     @raised_everywhere()
+    def training_over(self) -> None:
+        for watch in self._watches:
+            watch.training_over()
+
+    @raised_everywhere()
     def refuses_save(self) -> str | None:
         refusals = [watch.refuses_save() for watch in self._watches]
         return next((why for why in refusals if why is not None), None)
@@ -241,3 +255,7 @@ class Watches(Watch):
     def leave(self, exit_code: int) -> None:
         for watch in self._watches:
             watch.leave(exit_code)
+
+    def stays(self) -> None:
+        for watch in self._watches:
+            watch.stays()

@@ -1,4 +1,4 @@
-"""Sizes, times and shares as people read them."""
+"""Sizes, times, shares and errors as people read them."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     raise AssertionError
+
+
+def error(of: BaseException) -> str:
+    """`ValueError: no such thing`, the last line of its traceback; an error that has no text is no other error."""
+    try:
+        return f"{type(of).__name__}: {of}"
+    except Exception:  # of whoever wrote its `__str__`, and what is to be told is something else
+        return f"{type(of).__name__} (its text cannot be made)"

@@ -164,6 +164,44 @@ def test_a_limit_is_one_of_the_loss_of_a_batch_however_many_are_accumulated(tmp_
             assert (error is not None) is badly
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 2 * d.BATCHES - 3}])
+def test_what_the_last_step_makes_of_the_weights_is_looked_at(tmp_path: Path, limit: dict[str, int]) -> None:
+    """A gradient that is not finite in the last batch: no further loss would show it."""
+    last = limit.get("max_steps", 2 * d.BATCHES)
+    one = {"every_n_train_steps": 1, "keep_last": 1}
+    args = {**limit, "ft_args": one}
+
+    def model() -> d.Net:
+        return d.Net(at=(last,), through="gradient")
+
+    _, _, error = d.fit(tmp_path / "stop", STOP, model(), **args)
+    assert error is not None
+    assert f"weights are not finite after the last step of the run (batches {last})" in str(error)
+    assert error.restart_from == str(tmp_path / "stop" / f"step={last - 1:08d}.ckpt")
+    assert names(tmp_path / "stop") == [f"diverged-step={last:08d}.ckpt", f"step={last - 1:08d}.ckpt"]
+
+    assert d.fit(tmp_path / "warn", ft.DivergenceGuard(action="warn"), model(), **args)[2] is None
+
+    ran = d.fit(tmp_path / "back", BACK, model(), **args)
+    assert ran[2] is None
+    assert ran[1].global_step == (last if "max_steps" in limit else last - 1)
+    assert all(is_finite(tmp_path / "back" / name) for name in names(tmp_path / "back"))
+
+
+def test_weights_that_are_no_numbers_from_the_start_are_nobodys_divergence(tmp_path: Path) -> None:
+    class Unused(d.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = torch.nn.Parameter(torch.full((2,), math.nan))
+            self.bytes = torch.nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
+            self.lazy = torch.nn.LazyLinear(1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.lazy(batch[1]).mean()
+
+    assert d.fit(tmp_path, STOP, Unused())[2] is None
+
+
 def test_max_loss_and_spikes(tmp_path: Path) -> None:
     _, _, error = d.fit(tmp_path / "max", ft.DivergenceGuard(max_loss=1e3), d.Net(BAD, factor=1e6))
     assert error is not None

@@ -65,6 +65,7 @@ def test_without_limits_every_finite_loss_is_good() -> None:
         ([1.0, 2.0, 3.0], None),  # fewer than half of the window
         ([1.0, 2.0, 1.0, 2.0], 1.5 + 2 * math.sqrt(1 / 3)),
         ([2.0] * 8, None),  # without a spread, every loss would be one
+        ([1.0, 1e200, 1.0, 1.0], None),  # in double precision, whose square is no number
     ],
 )
 def test_the_limit_of_a_spike(losses: list[float], limit: float | None) -> None:

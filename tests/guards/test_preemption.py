@@ -22,7 +22,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
@@ -85,6 +85,7 @@ def stopped(dirpath: Path, *callbacks: Callback, make: Any = r.Line, code: int =
     with pytest.raises(SystemExit) as left:
         r.fit(trainer, model, **fit_args)
     assert left.value.code == code
+    del left  # caught, and nobody has it any more: tracebacks of other errors may keep this frame
     assert trainer.interrupted
     return model
 
@@ -92,13 +93,14 @@ def stopped(dirpath: Path, *callbacks: Callback, make: Any = r.Line, code: int =
 def resumed(dirpath: Path, **kwargs: Any) -> Any:
     fit_args = {name: kwargs.pop(name) for name in ("val", "data") if name in kwargs}
     ft_args = kwargs.pop("ft_args", {})
-    trainer = r.trainer(callback(dirpath, **ft_args), **{"max_epochs": 2, **kwargs})
-    return r.fit(trainer, ckpt_path="last", **fit_args)
+    callbacks = [*kwargs.pop("callbacks", ()), callback(dirpath, **ft_args)]
+    return r.fit(r.trainer(*callbacks, **{"max_epochs": 2, **kwargs}), ckpt_path="last", **fit_args)
 
 
 def uninterrupted(tmp_path: Path, **kwargs: Any) -> Any:
     fit_args = {name: kwargs.pop(name) for name in ("val", "data") if name in kwargs}
-    return r.fit(r.trainer(callback(tmp_path / "uninterrupted"), **{"max_epochs": 2, **kwargs}), **fit_args)
+    callbacks = [*kwargs.pop("callbacks", ()), callback(tmp_path / "uninterrupted")]
+    return r.fit(r.trainer(*callbacks, **{"max_epochs": 2, **kwargs}), **fit_args)
 
 
 def manifest(dirpath: Path) -> Manifest:
@@ -153,6 +155,19 @@ def test_the_end_of_the_epoch_is_left_to_the_restart(tmp_path: Path) -> None:
     assert {epoch for epoch, *_ in resumed(tmp_path).steps} == {0, 1}
 
 
+def test_the_end_of_the_epoch_is_not_left_to_a_restart_that_has_nothing_to_train(tmp_path: Path) -> None:
+    """A signal in the last step of a run whose last epoch is cut short by `max_steps`."""
+    ended: list[int] = []
+
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            ended.append(trainer.global_step)
+
+    stopped(tmp_path, Ends(), At("on_train_batch_start", n=3), max_steps=3)
+    assert (manifest(tmp_path).step, ended) == (3, [3])
+    assert resumed(tmp_path, max_steps=3).steps == []
+
+
 def test_a_signal_after_the_ballot_of_its_batch_counts_for_the_next(tmp_path: Path) -> None:
     assert len(stopped(tmp_path, At("on_before_zero_grad", n=3)).steps) == 4
 
@@ -201,6 +216,23 @@ def test_before_the_fit_is_early_enough(tmp_path: Path) -> None:
     guard = ft.PreemptionGuard()
     me()
     assert stopped(tmp_path, guard=guard).steps == []
+
+
+@pytest.mark.parametrize("every", [8, 3])
+def test_a_run_that_has_stopped_early_is_over_whatever_else_stops_it_there(tmp_path: Path, every: int) -> None:
+    """In the step in which `EarlyStopping` decides, at the end of an epoch and within one: a restart trains nothing."""
+    kwargs: dict[str, Any] = {"max_epochs": 4, "val": s.val_loader(), "val_check_interval": every}
+
+    def early() -> EarlyStopping:
+        return EarlyStopping("val", patience=1, min_delta=1e9)
+
+    class Adds(Callback):  # so that the validation is not left
+        def on_save_checkpoint(self, *args: Any) -> None: ...
+
+    whole = uninterrupted(tmp_path, callbacks=[early()], **kwargs)
+    model = stopped(tmp_path, At("on_train_batch_start", n=2 * every), Adds(), early(), **kwargs)
+    assert len(model.steps) == len(whole.steps) == 2 * every
+    assert model.steps + resumed(tmp_path, callbacks=[early()], **kwargs).steps == whole.steps
 
 
 def test_within_a_validation(tmp_path: Path) -> None:

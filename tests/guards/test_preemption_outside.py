@@ -91,6 +91,23 @@ def test_i1_a_signal_to_the_process_that_was_started_stops_both_ranks(start: Sta
     assert "Traceback" not in job.text
 
 
+def test_i1_signals_that_do_not_stop_until_it_has_ended_change_nothing(start: Start) -> None:
+    """Neither the code nor what is saved: also while the interpreter ends, when Python handles no signal any more."""
+    job = start()
+    job.await_file("trains0")
+    deadline = time.monotonic() + WITHIN_SECS
+    while job.process.poll() is None and time.monotonic() < deadline:
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(1e-3)  # a thousand a second
+    assert job.ended() == 75, job.text
+    assert "Traceback" not in job.text
+    found = ft.list_checkpoints(str(job.place / "checkpoints"))
+    assert all(info.problem is None for info in found), found
+    manifest = newest(job.place).manifest
+    assert manifest is not None
+    assert f"saving and stopping after step {manifest.step} " in job.text
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_i1_a_signal_to_the_whole_group_with_loader_workers_and_an_exact_restart(start: Start, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -59,6 +59,20 @@ def test_fit_and_fit_saves_when_due(tmp_path: Path) -> None:
         the_trainer.fit(model, s.loader(shuffle=True))
     assert runs.names(tmp_path) == [f"step=000000{step:02d}.ckpt" for step in (3, 6, 9, 12, 15)]
     assert len({info.manifest.run_id for info in ft.list_checkpoints(str(tmp_path)) if info.manifest}) == 1
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("in __str__")
+
+
+def test_an_exception_that_has_no_text_is_raised_as_it_is(tmp_path: Path) -> None:
+    def fail(*args: Any) -> None:
+        raise Speechless
+
+    with pytest.raises(Speechless):
+        fit(trainer(LambdaCallback(on_train_batch_end=fail), ours(tmp_path)))
+    assert "Speechless (its text cannot be made)" in next(tmp_path.glob("ft_events/*.jsonl")).read_text()
 
 
 def test_fit_after_an_exception(tmp_path: Path) -> None:

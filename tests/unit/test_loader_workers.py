@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from multiprocessing import util
 from typing import Any
 
 import pytest
@@ -37,6 +38,30 @@ class Signalled(Dataset[torch.Tensor]):
         return torch.tensor(i)
 
 
+def signal_from_elsewhere(number: int = signal.SIGTERM) -> None:
+    """This process gets it from another one than its parent."""
+    own, child = os.getpid(), os.fork()
+    if child == 0:
+        os.kill(own, number)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+class SignalledAtStart(Signalled):
+    """The signals come before the worker has run anything of torch's: when it is forked, or is given the dataset."""
+
+    def __init__(self) -> None:
+        self.pickled = True  # what has no attribute has no state to be set
+        util.register_after_fork(self, lambda dataset: dataset.start())
+
+    def start(self) -> None:
+        for number in (*NUMBERS, signal.SIGINT):
+            signal_from_elsewhere(number)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.start()
+
+
 @pytest.fixture
 def shielded() -> Iterator[None]:
     stop = shield(NUMBERS)
@@ -53,6 +78,16 @@ LOADERS: list[Any] = [DataLoader, StatefulDataLoader]
 def test_workers_outlive_signals(loader: Any, method: str) -> None:
     made = loader(Signalled(), batch_size=None, num_workers=1, multiprocessing_context=method)
     assert [int(item) for item in made] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("shielded")
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_outlive_signals_that_come_while_they_start(loader: Any, method: str) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    made = loader(SignalledAtStart(), batch_size=None, num_workers=2, multiprocessing_context=method)
+    assert [int(item) for item in made] == [0, 1, 2, 3]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
 
 
 @pytest.mark.usefixtures("shielded")

@@ -64,6 +64,50 @@ def test_after_the_fit_a_signal_means_what_it_meant() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "alive\n")
 
 
+def test_a_process_that_leaves_does_not_die_of_a_signal_before_it_has_left() -> None:
+    done = run("""
+        class Last:
+            def __del__(self, kill=os.kill, pid=os.getpid()):
+                kill(pid, TERM)  # the interpreter has given its handlers back by now
+        last = Last()
+        noting = s.Noting([TERM], owner := Owner())
+        noting.linger()
+        me(TERM)
+        import atexit
+        atexit.register(me, TERM)
+        sys.exit(75)
+    """)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
+@pytest.mark.parametrize("goes_on", ["s.note([USR1], other := Owner())", "s.Noting([USR1], Owner())", "s.suspend()"])
+def test_a_process_that_has_not_left_after_all_hears_signals_again(goes_on: str) -> None:
+    assert says(f"""
+        signal.signal(TERM, lambda *_: print('theirs'))
+        noting = s.Noting([TERM], owner := Owner())
+        ours = signal.getsignal(TERM)
+        noting.linger()
+        assert signal.getsignal(TERM) is ours
+        {goes_on}
+        assert signal.getsignal(TERM) is not ours
+        me(TERM)
+    """) == ["theirs"]
+
+
+def test_a_process_that_leaves_can_be_stopped_by_hand() -> None:
+    assert says("""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what is started in the background
+        noting = s.Noting([], owner := Owner())
+        noting.add(signal.SIGINT)
+        me(signal.SIGINT)
+        noting.linger()
+        try:
+            me(signal.SIGINT)
+        except KeyboardInterrupt:
+            print('now')
+    """) == ["now"]
+
+
 def test_what_nobody_dealt_with_arrives_again() -> None:
     assert says("""
         signal.signal(TERM, lambda *_: print('theirs'))
@@ -119,6 +163,25 @@ def test_handlers_from_before_and_after_are_called_once_each_and_given_back() ->
         assert signal.getsignal(TERM) is late
         me(TERM)
     """) == ["late", "early", "1", "late", "early"]
+
+
+def test_a_handler_from_before_may_be_interrupted_by_the_same_signal() -> None:
+    """Nobody asks for signals (a test runs, say), and the user's own handler takes its time."""
+    assert says("""
+        depth = 0
+        def theirs(*_):
+            global depth
+            depth += 1
+            print('theirs', depth)
+            if depth == 1:
+                me(TERM)
+            depth -= 1
+        signal.signal(TERM, theirs)
+        s.note([TERM], owner := Owner())
+        s.suspend()
+        me(TERM)
+        print('alive')
+    """) == ["theirs", "1", "theirs", "2", "alive"]
 
 
 def test_another_handlers_exit_waits_for_the_save() -> None:
@@ -235,6 +298,20 @@ def test_the_first_interrupt_is_noted_and_the_second_is_one() -> None:
         noting.close(dealt_with=True)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     """) == ["1", "now"]
+
+
+def test_an_interrupt_is_noted_though_nobody_can_be_told() -> None:
+    """``train.py 2>&1 | tee log``: Ctrl-C goes to both, and what reads the pipe is gone first."""
+    assert says("""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what is started in the background
+        noting = s.Noting([], owner := Owner())
+        noting.add(signal.SIGINT)
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+        me(signal.SIGINT)
+        print(len(noting.arrivals()))
+    """) == ["1"]
 
 
 @pytest.mark.parametrize(

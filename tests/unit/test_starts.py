@@ -66,8 +66,12 @@ def test_the_file_is_what_was_written(limit: int, counts: dict[str, tuple[str, i
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"[]", b'{"format": 2}', b'{"format": 1}', b'{"format": 1, "limit": 1, "starts": {"a": 1}}']
-)
+    "data",
+    [
+        b"", b"{", b"[]", b'{"format": 2}', b'{"format": 1}', b'{"format": 1, "limit": 1, "starts": {"a": 1}}',
+        b'{"format": 1, "limit": 1e999, "starts": {}}', b"[" * 100_000,
+    ],
+)  # fmt: skip
 def test_a_damaged_file_counts_nothing_and_that_is_said(
     tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,6 +80,17 @@ def test_a_damaged_file_counts_nothing_and_that_is_said(
     with caplog.at_level(logging.WARNING):
         assert chosen(tmp_path) == (name, 0)
     assert "cannot be read, so no start was counted" in caplog.text
+
+
+def test_a_file_that_the_system_does_not_read_keeps_no_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another user, on a failing disk; here a directory, which root cannot read either."""
+    name = ours(tmp_path, 1)
+    (tmp_path / STARTS_NAME).mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert chosen(tmp_path) == (name, 0)
+    assert "cannot be read, so no start was counted: IsADirectoryError" in caplog.text
 
 
 def test_the_file_is_replaced_in_one_step_and_what_a_kill_leaves_is_cleared_away(
