@@ -1,0 +1,147 @@
+"""Terminal recordings of this documentation: what real programs write to a terminal, as pictures.
+
+``make recordings`` makes them all anew (two minutes). A program runs in a pseudo-terminal; pyte, a terminal emulator,
+is fed with its bytes, and rich draws the screen that is left. Nothing is written by hand.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import itertools
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyte
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+LINES = 200
+"""Of the terminal: more than a recorded program writes, so that nothing scrolls away."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One picture."""
+
+    title: str
+    """The command, as a reader would type it."""
+    command: Sequence[str]
+    columns: int
+
+
+RECORDINGS = {
+    "demo": Recording("make demo", [sys.executable, str(ROOT / "examples" / "demo.py")], 124),
+    "drill": Recording(
+        "lightning-ft drill --steps 60 -- python examples/minimal.py",
+        [sys.executable, *shlex.split("-m lightning_ft drill --steps 60 -- python examples/minimal.py")],
+        108,
+    ),
+}
+
+
+def main() -> None:
+    """Make the recordings that are named on the command line, or all."""
+    for name in sys.argv[1:] or RECORDINGS:
+        recording = RECORDINGS[name]
+        print(recording.title, flush=True)
+        with tempfile.TemporaryDirectory() as elsewhere:
+            os.symlink(ROOT / "examples", Path(elsewhere, "examples"))
+            written = run(recording.command, recording.columns, elsewhere)
+        (DOCS / f"{name}.svg").write_text(drawn(written, recording.columns, recording.title, name))
+
+
+def run(command: Sequence[str], columns: int, directory: str) -> bytes:
+    """Run a program in a terminal, in `directory`, and return all that it wrote.
+
+    Raises:
+        subprocess.CalledProcessError: It failed; what it wrote is its output.
+    """
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
+    # `python` in a command is the one that runs this.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment: Mapping[str, str] = {
+        **{name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "CI")},
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "TERM": "xterm-256color",
+    }
+    with subprocess.Popen(
+        command, cwd=directory, env=environment, stdin=its, stdout=its, stderr=its, start_new_session=True
+    ) as process:
+        os.close(its)
+        written = bytearray()
+        while piece := _read(ours):
+            written += piece
+    os.close(ours)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, bytes(written))
+    return bytes(written)
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError as error:
+        if error.errno == errno.EIO:  # how Linux says that nobody has the other end open any more
+            return b""
+        raise
+
+
+def drawn(written: bytes, columns: int, title: str, name: str) -> str:
+    """Return the picture of the screen after all that was `written` to it, down to the last line that has anything."""
+    screen = pyte.Screen(columns, LINES)
+    pyte.ByteStream(screen).feed(written)
+    lines = [_line(screen, number) for number in range(LINES)]
+    while lines and not lines[-1].plain.strip():
+        lines.pop()
+    console = Console(width=columns, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    for line in lines:
+        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+    picture = console.export_svg(title=title, unique_id=name)
+    # Rich asks a server for a font; without it the picture is the same in the reader's own.
+    return re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
+
+
+def _line(screen: pyte.Screen, number: int) -> Text:
+    cells = [screen.buffer[number][column] for column in range(screen.columns)]
+    text = Text()
+    for style, alike in itertools.groupby(cells, key=_style):
+        text.append("".join(cell.data for cell in alike), style)
+    text.rstrip()
+    return text
+
+
+def _style(cell: pyte.screens.Char) -> Style:
+    return Style(
+        color=_colour(cell.fg), bgcolor=_colour(cell.bg), bold=cell.bold, italic=cell.italics,
+        underline=cell.underscore, strike=cell.strikethrough, reverse=cell.reverse,
+    )  # fmt: skip
+
+
+def _colour(name: str) -> str | None:
+    """Return what rich calls a colour of pyte's; None for that of the terminal."""
+    if name == "default":
+        return None
+    if re.fullmatch(r"[0-9a-f]{6}", name):
+        return f"#{name}"
+    return name.replace("brown", "yellow").replace("bright", "bright_")
+
+
+if __name__ == "__main__":
+    main()
