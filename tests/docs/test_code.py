@@ -1,0 +1,111 @@
+"""The code of the pages: all of it is code, and what a newcomer copies runs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from tests.docs.pages import DOCS, PAGES, README, ROOT, Page, name
+
+import lightning_ft as ft
+
+SCRIPT = next(block for block in Page(DOCS / "quickstart.md").blocks("python") if "__main__" in block)
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_is_python_and_yaml_is_yaml(page: Page) -> None:
+    for block in page.blocks("python"):
+        ast.parse(block)
+    for block in page.blocks("yaml"):
+        assert yaml.safe_load(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_shell_is_shell(page: Page) -> None:
+    for block in page.blocks("bash"):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+
+
+@pytest.mark.parametrize("page", [README, Page(DOCS / "index.md")], ids=name)
+def test_the_six_lines(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = page.blocks("python")
+    monkeypatch.chdir(tmp_path)
+    # As long as a test may take; what is saved at its end is what matters here.
+    shorter = block.replace("L.Trainer(", "L.Trainer(max_steps=4, logger=False, accelerator='cpu',")
+    exec(shorter, {"model": BoringModel(), "datamodule": BoringDataModule()})  # noqa: S102
+    good = ft.last_good("runs/1")
+    assert good is not None
+    assert good.manifest is not None
+    assert good.manifest.step == 4
+
+
+def test_the_quick_starts_script_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    killed = SCRIPT.replace("time.sleep(0.01)", "self.global_step == 250 and __import__('os').kill(0, 9)")
+    assert killed != SCRIPT
+    (tmp_path / "killed.py").write_text(killed)
+    quick = SCRIPT.replace("time.sleep(0.01)", "pass")
+    (tmp_path / "quick.py").write_text(quick)
+    whole = python("quick.py", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    os.rename(tmp_path / "runs", tmp_path / "whole")
+    # `kill(0, 9)` is for its whole process group, which must not be this one.
+    subprocess.run(
+        [sys.executable, "killed.py"], cwd=tmp_path, capture_output=True, timeout=200, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    good = ft.last_good(str(tmp_path / "runs" / "1"))
+    assert good is not None
+    assert good.manifest is not None
+    assert good.manifest.step in (220, 240)
+    again = python("quick.py", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert whole.stdout.splitlines()[-1].startswith("weights ")
+    assert again.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_quick_starts_drill(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = python("-m", "lightning_ft", "drill", "--steps", "60", "--", "python", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS" in done.stdout
+
+
+def test_the_preset_as_it_is_shown() -> None:
+    shown = [block for page in PAGES for block in page.blocks("python") if "**ft.fault_tolerance(" in block]
+    assert len(shown) >= 2
+    arguments = ft.fault_tolerance("runs/1")
+    assert sorted(arguments) == ["callbacks", "plugins"]
+
+
+def test_the_configuration_as_it_is_shown() -> None:
+    (block,) = Page(DOCS / "configuration.md").blocks("yaml")
+    (callback,) = yaml.safe_load(block)["trainer"]["callbacks"]
+    given = callback["init_args"]
+    guards = [getattr(ft, g["class_path"].rpartition(".")[2])(**g.get("init_args", {})) for g in given.pop("guards")]
+    assert [type(guard) for guard in guards] == [ft.PreemptionGuard, ft.DivergenceGuard]
+    given.pop("train_time_interval")  # "0:10:00": jsonargparse makes it a timedelta
+    assert isinstance(ft.FaultTolerantCheckpoint(**given, guards=guards), ft.FaultTolerantCheckpoint)
+
+
+def test_torch_reads_what_the_pages_say_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any("torch.load(path, weights_only=True)" in span for span in Page(DOCS / "operations.md").spans)
+    test_the_six_lines(README, tmp_path, monkeypatch)
+    (path,) = (tmp_path / "runs" / "1").glob("*.ckpt")
+    assert "state_dict" in torch.load(path, weights_only=True)
