@@ -62,7 +62,7 @@ class Page:
         return [token.content for token in self.tokens if token.type == "fence" and token.info.strip() in languages]
 
     def rows(self, header: str) -> list[list[str]]:
-        """The rows below a table's header, each cell as its Markdown; the first table that has this cell in its header."""
+        """The rows of the first table that has this cell in its header; each cell as its Markdown."""
         lines = iter(self.path.read_text().splitlines())
         for line in lines:
             if line.startswith("|") and header in _cells(line):

@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-from tests.docs.pages import DOCS, PAGES, README, ROOT, Page, name
 
 import lightning_ft as ft
+from tests.docs.pages import DOCS, PAGES, README, ROOT, Page, name
 
 SCRIPT = next(block for block in Page(DOCS / "quickstart.md").blocks("python") if "__main__" in block)
 

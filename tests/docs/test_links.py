@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.docs.pages import DOCS, FORMAT, PAGES, README, ROOT, Page, name
 
 

@@ -1,4 +1,4 @@
-"""What the pages name in code exists: modules, classes, arguments, commands and their options, variables, make targets."""
+"""What the pages name in code exists: modules, classes, arguments, commands, options, variables, targets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 import typer.main
-from tests.docs.pages import DOCS, PAGES, README, ROOT, Page, name
 
 import lightning_ft as ft
 from lightning_ft import exit_codes
 from lightning_ft.cli.app import app
+from tests.docs.pages import DOCS, PAGES, README, ROOT, Page, name
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -114,7 +114,7 @@ def test_every_command_and_option_is_shown() -> None:
 @pytest.mark.parametrize(
     ("check", "text", "wrong"),
     [
-        (unknown_names, "`lightning_ft.guards.Verdict`, ft.testing.no_such, .lightning_ft.lock", ["lightning_ft.testing.no_such"]),
+        (unknown_names, "lightning_ft.guards.Verdict, ft.testing.x, .lightning_ft.lock", ["lightning_ft.testing.x"]),
         (unknown_arguments, "ft.HangGuard(step_timeout=1, stop_timeout=2)", ["HangGuard(stop_timeout=...)"]),
         (unknown_arguments, "fault_tolerance(guards=(), no=1)", ["fault_tolerance(no=...)"]),
         (wrong_commands, "$ lightning-ft prune x --keep-last 2 --keep-first 1", ["lightning-ft prune --keep-first"]),
@@ -197,5 +197,3 @@ def test_nothing_of_a_machine_is_in_the_pages() -> None:
     for path in (README.path, *DOCS.glob("*.*")):
         if path.suffix in (".md", ".svg", ".py"):
             assert re.search(r"/(?:root|home|work|Users)/", path.read_text()) is None, path
-
-

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+
 from tests.docs.pages import README, ROOT
 
 ROWS = README.rows("Proved by")
 
 
-def tests_of(path: Path) -> list[str]:
+def functions_of(path: Path) -> list[str]:
     return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
 
 
@@ -34,7 +35,7 @@ def proofs(cell: str) -> list[tuple[Path, str]]:
     """The tests that a cell stands for: a whole name, or all that begin with `test_a1_`."""
     found = []
     for path, name in named(cell):
-        tests = [test for test in tests_of(path) if test == name or test.startswith(f"{name}_")]
+        tests = [test for test in functions_of(path) if test == name or test.startswith(f"{name}_")]
         assert tests, f"{path.name} has no {name}"
         found += [(path, test) for test in tests]
     return found

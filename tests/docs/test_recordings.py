@@ -12,6 +12,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+
 from tests.docs.pages import DOCS, ROOT
 
 PICTURES = sorted(DOCS.glob("*.svg"))
@@ -33,7 +34,9 @@ def text(picture: str) -> str:
 
 
 def test_it_shows_the_screen_that_is_left(record: ModuleType, tmp_path: Path) -> None:
-    program = r"import sys; print('\x1b[31mred\x1b[0m', sys.stdout.isatty()); print('first\rlast!\x1b[K'); print('\x1b[5Cfar')"
+    program = "; ".join([
+        r"import sys; print('\x1b[31mred\x1b[0m', sys.stdout.isatty())", r"print('first\rlast!\x1b[K'); print('\x1b[5Cfar')",
+    ])  # fmt: skip
     picture = record.drawn(record.run([sys.executable, "-c", program], 40, str(tmp_path)), 40, "a title", "x")
     shown = text(picture)
     assert "True" in shown, "it was no terminal"

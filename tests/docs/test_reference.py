@@ -14,10 +14,10 @@ from pathlib import Path
 import docstring_parser
 import pytest
 from sphinx.pycode import ModuleAnalyzer
-from tests.docs.pages import DOCS, ROOT
 
 import lightning_ft as ft
 from lightning_ft import _fixture, errors, events, exit_codes, guards, testing
+from tests.docs.pages import DOCS, ROOT
 
 METHODS = {
     ft.FaultTolerantCheckpointIO: (
@@ -39,7 +39,12 @@ def public() -> Iterator[tuple[str, object]]:
         for name in getattr(module, "__all__", vars(module)):
             value = getattr(module, name)
             ours = getattr(value, "__module__", "").startswith("lightning_ft")
-            if ours and not name.startswith("_") and name not in ft.__all__ and (inspect.isclass(value) or inspect.isfunction(value)):
+            if (
+                ours
+                and not name.startswith("_")
+                and name not in ft.__all__
+                and (inspect.isclass(value) or inspect.isfunction(value))
+            ):
                 yield f"{module.__name__}.{name}", value
     for cls, methods in METHODS.items():
         for method in methods:
@@ -49,19 +54,27 @@ def public() -> Iterator[tuple[str, object]]:
 PUBLIC = dict(public())
 
 
+def arguments(value: object) -> set[str]:
+    try:
+        found = set(inspect.signature(value).parameters)  # type: ignore[arg-type]
+    except ValueError:  # of an exception that has Python's own constructor
+        return set()
+    return found - {"self", "args", "kwargs"}
+
+
 def undocumented(value: object) -> set[str]:
     """Arguments, or fields of a dataclass, that nothing is said of."""
     text = inspect.getdoc(value) or ""
     said = {p.arg_name for p in docstring_parser.parse(text, style=docstring_parser.DocstringStyle.GOOGLE).params}
     said |= set(re.findall(r"`(\w+)`", text))
-    wanted = set(inspect.signature(value).parameters) - {"self", "args", "kwargs"}  # type: ignore[arg-type]
+    wanted = arguments(value)
     if inspect.isclass(value):
         if value in SAME_AS_LIGHTNINGS or getattr(value, "_is_protocol", False):
             return set()
         if issubclass(value, Exception):
             wanted -= {"message"}
             for base in value.__mro__:
-                said |= set(re.findall(r"^    (\w+): ", base.__dict__.get("__doc__") or "", re.MULTILINE))
+                said |= set(re.findall(r"^ +(\w+): ", base.__dict__.get("__doc__") or "", re.MULTILINE))
         if dataclasses.is_dataclass(value):
             for base in value.__mro__:
                 if base.__module__.startswith("lightning_ft"):
@@ -85,7 +98,7 @@ def test_the_check_can_fail() -> None:
             there: Something.
         """
 
-    @dataclasses.dataclass
+    @dataclasses.dataclass(frozen=True)
     class Bare(events.Event):
         """Something."""
 
@@ -101,7 +114,7 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_the_pages_build_without_a_warning_and_have_every_name(tmp_path: Path) -> None:
-    command = "-m sphinx -W --keep-going -q -b html".split()
+    command = ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # As `make docs` does it, and where nothing can be fetched.
     nowhere = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
