@@ -1,6 +1,7 @@
 """How Sphinx makes these pages: ``make docs``. Nothing is fetched, and a warning is an error."""
 
 import os
+import sys
 
 from lightning_ft import __version__
 
@@ -24,6 +25,7 @@ autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-# The help of the command line is as wide as the page.
+# The command line whose help is shown is the one beside this Python, and as wide as the page.
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 os.environ["COLUMNS"] = "100"
 os.environ["NO_COLOR"] = "1"

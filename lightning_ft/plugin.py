@@ -305,8 +305,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The checkpoint at `path`, on the CPU, verified as deep as `verify` says before anything is unpickled.
 
-        A file without a manifest (plain Lightning wrote it) is loaded and said to be unverified. `weights_only` is that of
-        `torch.load`.
+        A file without a manifest (plain Lightning wrote it) is loaded and said to be unverified. `weights_only` is that
+        of `torch.load`.
 
         Ranks: any, each for itself; all, with ``load="broadcast"``.
 

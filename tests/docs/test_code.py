@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -109,3 +111,48 @@ def test_torch_reads_what_the_pages_say_it_reads(tmp_path: Path, monkeypatch: py
     test_the_six_lines(README, tmp_path, monkeypatch)
     (path,) = (tmp_path / "runs" / "1").glob("*.ckpt")
     assert "state_dict" in torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts"),
+    [([75, 76, 1, 78, 79, 137, 0, 1], 7), ([77, 0], 1), ([1, 130, 0], 2)],
+    ids=["until it is finished", "not after a bad loss", "not after Ctrl-C"],
+)
+def test_the_loop_in_a_shell_starts_again_what_should_be(codes: list[int], starts: int, tmp_path: Path) -> None:
+    (loop,) = Page(DOCS / "operations.md").blocks("bash")
+    (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
+    (tmp_path / "python").write_text(
+        '#!/bin/bash\necho start >>starts\ncode=$(head -n 1 codes)\nsed -i 1d codes\nexit "$code"\n'
+    )
+    (tmp_path / "sleep").write_text("#!/bin/bash\n")
+    for program in ("python", "sleep"):
+        (tmp_path / program).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", loop], cwd=tmp_path, env={**os.environ, "PATH": path}, timeout=60, check=False)
+    assert (tmp_path / "starts").read_text().splitlines() == ["start"] * starts
+
+
+def test_a_damaged_file_that_somebody_vouches_for_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page says to do where nothing else is left."""
+    test_the_six_lines(README, tmp_path, monkeypatch)
+    (path,) = (tmp_path / "runs" / "1").glob("*.ckpt")
+    content = bytearray(path.read_bytes())
+    weights = torch.load(path, weights_only=True)["state_dict"]["layer.weight"]
+    content[bytes(content).find(weights.numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    assert ft.verify(path).problem is not None
+
+    def resumed_at(**how: Any) -> int:
+        trainer = L.Trainer(
+            max_steps=6, logger=False, accelerator="cpu", enable_progress_bar=False,
+            callbacks=[ft.FaultTolerantCheckpoint("runs/1", every_n_train_steps=500)], **how,
+        )  # fmt: skip
+        seen: list[int] = []
+        module = BoringModel()
+        monkeypatch.setattr(module, "on_train_start", lambda: seen.append(trainer.global_step))
+        trainer.fit(module, BoringDataModule(), ckpt_path=str(path))
+        return seen[0]
+
+    with pytest.raises(ft.CorruptCheckpointError):
+        resumed_at()
+    assert resumed_at(plugins=[ft.FaultTolerantCheckpointIO(verify="off")]) == 4

@@ -34,9 +34,9 @@ def text(picture: str) -> str:
 
 
 def test_it_shows_the_screen_that_is_left(record: ModuleType, tmp_path: Path) -> None:
-    program = "; ".join([
-        r"import sys; print('\x1b[31mred\x1b[0m', sys.stdout.isatty())", r"print('first\rlast!\x1b[K'); print('\x1b[5Cfar')",
-    ])  # fmt: skip
+    program = (
+        r"print('\x1b[31mred\x1b[0m', __import__('os').isatty(1)); print('first\rlast!\x1b[K'); print('\x1b[5Cfar')"
+    )
     picture = record.drawn(record.run([sys.executable, "-c", program], 40, str(tmp_path)), 40, "a title", "x")
     shown = text(picture)
     assert "True" in shown, "it was no terminal"
