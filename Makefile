@@ -21,7 +21,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as HTML, into build/docs (recordings: its pictures of terminals, anew)"
 	@echo "make bench      what saves, idle steps and restarts cost, beside Lightning's own ways and the limits of this"
-	@echo "                machine: ten minutes, into runs/bench (ARGS=--quick: about one; ARGS=--help)"
+	@echo "                machine: ten minutes, into runs/bench (ARGS=--quick: one and a half; ARGS=--help)"
 	@echo "make bench-stores  uploads and downloads beside those of s3fs, against a real S3 server: a minute"
 	@echo "make clean      remove caches and builds (not $(VENV))"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from lightning_ft import _hang, _loops
 from lightning_ft._chronicle import Chronicle
@@ -55,7 +54,7 @@ def _made(guards: Sequence[AnyGuard], fit: Fit, start: int) -> Iterator[Watch]:
             yield Measuring(fit, fit.plugin, chronicle.path)
 
 
-def arm(guards: Sequence[Any]) -> None:
+def arm(guards: Sequence[AnyGuard]) -> None:
     """What has to be on guard before any other rank is waited for is. Local; `disarm` ends it."""
     for guard in guards:
         if isinstance(guard, HangGuard):

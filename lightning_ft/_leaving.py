@@ -20,12 +20,11 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_ft import _loops
-from lightning_ft.exit_codes import INTERRUPTED, PREEMPTED, PREEMPTED_UNSAVED
+from lightning_ft.exit_codes import ASKED_TO_END
 
 _log = logging.getLogger(__name__)
 
 _CHILDREN_WITHIN_SECS = 60.0
-_OURS = (PREEMPTED, PREEMPTED_UNSAVED, INTERRUPTED)
 
 
 class _Left(SystemExit):
@@ -79,7 +78,7 @@ def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int],
 
 def leave_with_spawned(exception: BaseException) -> None:
     """If the ranks that this process has spawned have left with a code of ours, so does it."""
-    if isinstance(exception, ProcessExitedException) and exception.exit_code in _OURS:
+    if isinstance(exception, ProcessExitedException) and exception.exit_code in ASKED_TO_END:
         raise _Left(exception.exit_code) from None
 
 
@@ -111,7 +110,7 @@ class _Expected:
     @property
     def returncode(self) -> int | None:
         code = self._process.returncode
-        return 0 if code in _OURS else code
+        return 0 if code in ASKED_TO_END else code
 
     def poll(self) -> int | None:
         return self._process.poll()

@@ -145,6 +145,9 @@ class Preemption(Watch):
         step = progress.step
         if self._over or self._batch_at_start in (None, progress.batch):
             when = f"training is over at step {step}" if self._over else f"stopping before any batch, at step {step}"
+            if self._over and not self._fit.saves.has(progress):
+                self._say(f"{what}: {when}, and that state is not saved; the last checkpoint is kept")
+                return Request(what, save=None, exit_code=None if code is None else PREEMPTED_UNSAVED)
             self._say(f"{what}: {when}; nothing is left to be saved")
             return Request(what, save=None, exit_code=code)
         save = Request(what, exit_code=code, unsaved_code=None if code is None else PREEMPTED_UNSAVED)
@@ -197,8 +200,10 @@ class Preemption(Watch):
         if self._leaves:
             self._leaves = False
             failed = exit_code == PREEMPTED_UNSAVED and self._request is not None and self._request.save is not None
-            job = None if failed else self._job_to_requeue()
-            if job is not None and self._fit.ranks.is_zero:
+            job = self._job_to_requeue()
+            if job is not None and failed:
+                self._say(f"SLURM is not asked to queue job {job} again, as its state could not be saved: see to that")
+            elif job is not None and self._fit.ranks.is_zero:
                 # Also how `scancel` ends a job; the early signal is none of that.
                 sigterm_alone = set(self._noting.arrivals()) <= {signal.SIGTERM}
                 _slurm.last_words.leave(partial(_slurm.requeue, job, unless_cancelled=sigterm_alone))

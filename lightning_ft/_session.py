@@ -109,8 +109,9 @@ class Session:
             self._line.from_batch = _loops.progress(trainer).batch
             self._left_out = LeftOut(trainer, ranks, self._loaders)
             fit = Fit(
-                trainer, ranks, dirpath, plugin, lambda: self.run_id, lambda: self._ending.request, settings.strict,
-                self._saves, self._tiers, self._loaders, self._left_out, self._line, pace, self.go_back,
+                trainer, ranks, dirpath, plugin, run_id=lambda: self.run_id, stop=lambda: self._ending.request,
+                strict=settings.strict, saves=self._saves, tiers=self._tiers, loaders=self._loaders,
+                left_out=self._left_out, line=self._line, pace=pace, go_back=self.go_back,
                 local_dirpath=None if settings.local is None else settings.local.dirpath,
                 warn_after=settings.warn_if_not_durable_after,
             )  # fmt: skip
@@ -126,12 +127,15 @@ class Session:
                 trainer, self.voting, self.watches, self._tree, self._loaders, left=self._boundaries.leave_validation
             )
             unless_made.callback(self._undo_all)
-            self._undo += [
-                self.news.install(), self._loaders.install(), _loops.install(trainer, self), self.validation.install(),
-                events.observe(self._tiers.note), _callbacks.see_queued_files(trainer, self._wait_for),
-                compare_next_load(trainer, ranks), self._left_out.install(),
-                _loops.before_backward(trainer, self.voting.loss_known),
-            ]  # fmt: skip
+            self._undo.append(self.news.install())
+            self._undo.append(self._loaders.install())
+            self._undo.append(_loops.install(trainer, self))
+            self._undo.append(self.validation.install())
+            self._undo.append(events.observe(self._tiers.note))
+            self._undo.append(_callbacks.see_queued_files(trainer, self._wait_for))
+            self._undo.append(compare_next_load(trainer, ranks))
+            self._undo.append(self._left_out.install())
+            self._undo.append(_loops.before_backward(trainer, self.voting.loss_known))
             if self.watches.replaces_lightnings_signals:
                 self._undo.append(_loops.leave_out_signal_broadcast(trainer))
             if plugin is not None:

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-Handler = Callable[[int, FrameType | None], Any]
-
 
 @dataclass
 class Arrival:
@@ -202,7 +200,7 @@ class Noting:
     def __init__(self, numbers: Collection[int], owner: object) -> None:
         self.numbers = set(numbers)
         self._owner = owner
-        self.installed = _install(numbers)
+        _install(numbers)
         _noting.append(self)
 
     def add(self, number: int) -> None:

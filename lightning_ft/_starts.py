@@ -14,16 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_ft import exit_codes
 from lightning_ft._names import STARTS_NAME, join
 from lightning_ft.errors import ConfigurationError, DirectoryInUseError, RestoreError
+from lightning_ft.exit_codes import ASKED_TO_END
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = 1
-# A fit that ends with one of these was asked to.
-_ASKED_TO_END = (None, 0, exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED, exit_codes.INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def read(storage: Storage, dirpath: str) -> Starts:
 def is_no_fault(error: BaseException) -> bool:
     """Whether `error` ends a fit without telling anything of the checkpoint that it was started from."""
     if isinstance(error, SystemExit):
-        return error.code in _ASKED_TO_END
+        return error.code in (None, 0, *ASKED_TO_END)
     return isinstance(error, (KeyboardInterrupt, ConfigurationError, DirectoryInUseError, RestoreError))
 
 

@@ -91,10 +91,10 @@ def warn_of_rare_saves(trainer: pl.Trainer, trigger: Trigger, *, save_on_train_e
     ]
     if all(planned is not None and every > planned for _, every, planned, _ in rules):
         _log.warning(
-            "%s, but the run has %s: it is saved %s, and a crash before loses all of it",
+            "%s, but the run has %s: it is %s, and a crash before loses all of it",
             " and ".join(rule for rule, *_ in rules),
             " and ".join(f"{planned} {unit}" for *_, planned, unit in rules),
-            "only when training ends" if save_on_train_end else "never",
+            "saved only when training ends" if save_on_train_end else "never saved",
         )
 
 

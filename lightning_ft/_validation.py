@@ -33,14 +33,16 @@ from lightning_ft._module_tree import ModuleTree
 from lightning_ft._voting import VALIDATION_TOPICS, Voting
 from lightning_ft._watch import Watches
 
+# Between two ballots: soon enough for any grace period, and nothing beside a second's worth of batches.
 _ROUND_US = 1_000_000
+# Where batches take no time that can be measured, the next ones may.
 _MOST_BATCHES = 256
 
-
+# Where a rank is, the smaller the further, so that the maximum of all ranks tells where the last one is.
 _BETWEEN_BATCHES, _BETWEEN_LOADERS, _THROUGH = 2, 1, 0
 
 
-class _Left(Exception):
+class _ValidationLeft(Exception):
     """The validation ends here, on all ranks."""
 
 
@@ -112,7 +114,7 @@ class Validation:
             outputs = run()
             self._await(_THROUGH)  # if this rank has no batches at all
             return outputs
-        except _Left:
+        except _ValidationLeft:
             self._trainer.lightning_module._current_fx_name = hook
             _loops.end_validation(self._trainer)
             self._left()
@@ -158,5 +160,5 @@ class Validation:
             self._vote.cast({"validation_needed": int(not self._may_be_left())})
             self._stays = bool(self._vote.read()["validation_needed"])
             if not self._stays:
-                raise _Left
+                raise _ValidationLeft
         return votes["validating"]

@@ -31,3 +31,6 @@ PEER_LOST = 79
 """Another rank failed or vanished; that one has the reason."""
 INTERRUPTED = 130
 """Ctrl-C, and the state is saved."""
+
+ASKED_TO_END = (PREEMPTED, PREEMPTED_UNSAVED, INTERRUPTED)
+"""Those of a process that was asked to end: nothing in it has failed."""

@@ -66,7 +66,7 @@ def main() -> None:
 
 def _arguments() -> tuple[Plan, Path]:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="smaller and once: about a minute")
+    parser.add_argument("--quick", action="store_true", help="smaller and once: a minute and a half")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="directory for results (%(default)s)")
     parser.add_argument("--state-mib", type=float, help=f"size of the large state ({FULL.large_mib:g})")
     parser.add_argument("--small-mib", type=float, help=f"size of the state of small tensors ({FULL.small_mib:g})")

@@ -37,20 +37,20 @@ class Plan:
     large_mib: float = 1024
     small_mib: float = 64
     sharded_mib: float = 128
-    sharded_saves: int = 5
+    sharded_saves: int = 4
     """Of two ranks, per contender, the first of which is not counted."""
-    replicated_rounds: int = 2
+    replicated_rounds: int = 1
     """Trainings of two DDP ranks in each layout, of the state and saves of the sharded ones."""
     rounds: int = 3
-    large_steps: int = 5
+    large_steps: int = 4
     """Steps of a throughput window; so many are needed that several saves fall into it."""
     small_steps: int = 10
     beats: int = 1
     """Saves per run and round during which the heartbeat is measured."""
     memory_saves: int = 30
-    other_memory_saves: int = 3
+    other_memory_saves: int = 2
     """Of the contenders that are no overlapped save."""
-    idle_steps: int = 600
+    idle_steps: int = 400
     idle_pairs: int = 2
     threads: int = 1
     """Of torch, while it trains: one core is left for what happens in the background."""
@@ -78,6 +78,5 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(
-    large_mib=96, sharded_mib=64, sharded_saves=3, replicated_rounds=1, rounds=1, small_steps=5,
-    other_memory_saves=3, idle_steps=250, idle_pairs=1,
+    large_mib=96, sharded_mib=64, sharded_saves=3, rounds=1, small_steps=4, idle_steps=150, idle_pairs=1,
 )  # fmt: skip

@@ -18,6 +18,7 @@ from lightning_ft import _guarding, _validation
 from lightning_ft._ballot import Vote
 from lightning_ft._watch import Request, Watch, Watches
 from lightning_ft.state import Progress
+from tests.asked import Asked
 from tests.ranks import Rank, values
 from tests.trainer import scenarios as s
 
@@ -27,22 +28,14 @@ VAL_BATCHES = 3, 7
 """Of the ranks."""
 
 
-class Asked(Watch):
-    """Knows of a signal from the moment it is told."""
+class AskedOnce(Asked):
+    """Asks once for the end, in the place of `PreemptionGuard`."""
 
-    topics = ("asked",)
-    anywhere = True
     replaces_lightnings_signals = True
 
     def __init__(self) -> None:
-        self.known = False
+        super().__init__()
         self.decided: list[int] = []
-
-    def ballot(self) -> dict[str, int]:
-        return {"asked": int(self.known)}
-
-    def urgent(self, votes: Mapping[str, int]) -> bool:
-        return bool(votes.get("asked"))
 
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         if not votes.get("asked") or self.decided:
@@ -136,7 +129,7 @@ class Counts(Callback):
 
 def _nobody_waits(rank: Rank) -> dict[str, Any]:
     counts = Counts()
-    _, _, vote = _fit(rank, Asked(), counts, limit_val_batches=0, num_sanity_val_steps=0, max_epochs=1)
+    _, _, vote = _fit(rank, AskedOnce(), counts, limit_val_batches=0, num_sanity_val_steps=0, max_epochs=1)
     per_step = counts.close()
     before = Counts()
     arguments = {"max_epochs": 1, "strategy": "ddp", "devices": 2, "limit_val_batches": 0}
@@ -153,19 +146,19 @@ def _validations(rank: Rank) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with mock.patch.object(_validation, "_MOST_BATCHES", 1):
         # Ranks with other numbers of batches, of which nobody asks for anything.
-        module, trainer, _ = _fit(rank, Asked(), num_sanity_val_steps=-1, val_check_interval=4)
+        module, trainer, _ = _fit(rank, AskedOnce(), num_sanity_val_steps=-1, val_check_interval=4)
         seen["whole"] = module.losses, module.validated, _metrics(trainer)
         # Of two loaders one rank has more of the one and less of the other; what is logged is reduced after each.
-        module, _, _ = _fit(rank, Asked(), loaders=2, num_sanity_val_steps=0, max_epochs=1)
+        module, _, _ = _fit(rank, AskedOnce(), loaders=2, num_sanity_val_steps=0, max_epochs=1)
         seen["two loaders"] = module.validated
         for by in (0, 1):
             # By rank 1 when rank 0 is through with its validation, which waits for the other one; and by rank 0.
-            watch = Asked()
+            watch = AskedOnce()
             at = At(4, 5 if by else 1, lambda watch=watch: setattr(watch, "known", True))  # type: ignore[misc]
             callbacks = [at] if rank.number == by else []
             begun, first, _ = _fit(rank, watch, *callbacks, num_sanity_val_steps=-1, val_check_interval=4)
             last = begun.validated[-1]
-            ended, trainer, _ = _fit(rank, Asked(), num_sanity_val_steps=-1, val_check_interval=4, ckpt_path="last")
+            ended, trainer, _ = _fit(rank, AskedOnce(), num_sanity_val_steps=-1, val_check_interval=4, ckpt_path="last")
             seen[f"by {by}"] = {
                 "decided": watch.decided, "stopped": first.global_step, "left": last,
                 "losses": begun.losses + ended.losses,
@@ -179,7 +172,7 @@ def _validations(rank: Rank) -> dict[str, Any]:
                     (rank.root / "run" / name).unlink()
             dist.barrier()
         # In the sanity check: nothing is trained before it is noticed.
-        watch = Asked()
+        watch = AskedOnce()
         watch.known = rank.number == 1
         module, trainer, _ = _fit(rank, watch, num_sanity_val_steps=-1)
         seen["sanity"] = watch.decided, module.validated, trainer.global_step

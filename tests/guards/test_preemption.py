@@ -218,6 +218,17 @@ def test_while_training_ends(tmp_path: Path) -> None:
     assert resumed(tmp_path, max_steps=4).steps == []
 
 
+def test_while_training_ends_without_a_save_of_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was trained since the last checkpoint is trained again, and the launcher is told so."""
+    stopped(
+        tmp_path, At("on_train_end"), max_steps=4, code=exit_codes.PREEMPTED_UNSAVED,
+        ft_args={"save_on_train_end": False, "every_n_train_steps": 3},
+    )  # fmt: skip
+    assert "training is over at step 4, and that state is not saved; the last checkpoint is kept" in caplog.text
+    assert manifest(tmp_path).step == 3
+    assert len(resumed(tmp_path, max_steps=4, ft_args={"save_on_train_end": False}).steps) == 1
+
+
 class StopAtFour:
     """A guard of somebody's own, which stops the fit and not the process."""
 
@@ -478,7 +489,7 @@ def test_i3_where_there_is_no_time_for_a_save_too(tmp_path: Path, slurm: Slurm) 
     assert slurm.asked == ["requeue 17"]
 
 
-def test_i3_after_a_failed_save_it_is_not(tmp_path: Path, slurm: Slurm) -> None:
+def test_i3_after_a_failed_save_it_is_not(tmp_path: Path, slurm: Slurm, caplog: pytest.LogCaptureFixture) -> None:
     """A disk that is full would be full again, and nobody would be told."""
 
     def fail(event: ft.events.Event) -> None:
@@ -488,6 +499,7 @@ def test_i3_after_a_failed_save_it_is_not(tmp_path: Path, slurm: Slurm) -> None:
     with r.observing(fail):
         stopped(tmp_path, At("on_train_batch_start", n=3), code=exit_codes.PREEMPTED_UNSAVED)
     assert slurm.asked == []
+    assert "SLURM is not asked to queue job" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -16,22 +16,10 @@ from lightning_ft._watcher import peers
 from lightning_ft._watcher.limits import Limits
 from lightning_ft._watcher.page import Cell, Phase
 from lightning_ft._watcher.start import Watching
+from tests.hangs.ways import c_code_keeps_the_interpreter, it_is_stopped, the_lock_is_never_released  # noqa: F401 - by name
 
 CODE = 78
 FOREVER = 10_000
-
-
-def the_lock_is_never_released() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def c_code_keeps_the_interpreter() -> None:
-    # A lock of C's own: no signal wakes it, as one would wake a sleep.
-    libc, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(lock)
-    libc.pthread_mutex_lock(lock)
 
 
 def a_regular_expression_explodes() -> None:
@@ -40,10 +28,6 @@ def a_regular_expression_explodes() -> None:
 
 def a_builtin_never_returns() -> None:
     sum(range(10**15))
-
-
-def it_is_stopped() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def it_sleeps() -> None:

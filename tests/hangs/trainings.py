@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_ft as ft
+from tests.hangs.ways import c_code_keeps_the_interpreter, it_is_stopped, the_lock_is_never_released  # noqa: F401 - by name
 from tests.ranks import Rank
 from tests.trainer import scenarios as s
 from tests.trainer.runs import Line
@@ -24,22 +22,6 @@ from tests.trainer.runs import Line
 
 def secs(value: float) -> timedelta:
     return timedelta(seconds=value)
-
-
-def the_lock_is_never_released() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def c_code_keeps_the_interpreter() -> None:
-    libc, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(lock)
-    libc.pthread_mutex_lock(lock)
-
-
-def it_is_stopped() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Hanging(Line):
@@ -122,7 +104,6 @@ def slow(rank: Rank, dirpath: str) -> tuple[int, bool]:
     training = trainer(dirpath, guard, max_steps=-1, max_epochs=1)
     training.fit(model, s.loader(shuffle=True), s.val_loader(), ckpt_path="last")
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    time.sleep(2)  # nobody minds any more
     return training.global_step, not children
 
 

@@ -16,27 +16,19 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
 from lightning_ft import _guarding, _validation
-from lightning_ft._watch import Request, Watch, Watches
+from lightning_ft._watch import Request, Watches
 from lightning_ft.state import Progress
+from tests.asked import Asked
 from tests.trainer import runs
 from tests.trainer import scenarios as s
 
 
-class Asked(Watch):
-    """Knows of a signal from the moment it is told."""
-
-    topics = ("asked",)
-    anywhere = True
+class AskedAgain(Asked):
+    """Notes where it asks for the end."""
 
     def __init__(self) -> None:
-        self.known = False
+        super().__init__()
         self.decided_at: list[int] = []
-
-    def ballot(self) -> dict[str, int]:
-        return {"asked": int(self.known)}
-
-    def urgent(self, votes: Mapping[str, int]) -> bool:
-        return bool(votes.get("asked"))
 
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         if not votes.get("asked"):
@@ -50,7 +42,7 @@ class Signal(Callback):
     """Tells the watch in the validation after `step` steps, at its batch `batch`; -1: never."""
 
     def __init__(self, step: int = -1, batch: int = -1) -> None:
-        self.watch = Asked()
+        self.watch = AskedAgain()
         self.at = step, batch
         self.batches: list[tuple[int, int]] = []
         self.ends: list[int] = []
