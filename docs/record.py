@@ -1,6 +1,6 @@
 """Terminal recordings of this documentation: what real programs write to a terminal, as pictures.
 
-``make recordings`` makes them all anew (two minutes). A program runs in a pseudo-terminal; pyte, a terminal emulator,
+``make recordings`` makes them all anew (three minutes). A program runs in a pseudo-terminal; pyte, a terminal emulator,
 is fed with its bytes, and rich draws the screen that is left. Nothing is written by hand.
 """
 
@@ -14,12 +14,14 @@ import os
 import pty
 import re
 import shlex
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,34 @@ class Recording:
     """The command, as a reader would type it."""
     command: Sequence[str]
     columns: int
+    before: Callable[[Path], None] = lambda directory: None
+    """What is done in the directory before."""
+    code: int = 0
+    """With which the command ends."""
+
+
+def killed_twice(directory: Path) -> None:
+    """`examples/minimal.py` has been killed twice, and has come to its end at the third start."""
+    command = [sys.executable, "examples/minimal.py"]
+    with (directory / "output").open("wb") as output:
+        for step in (300, 620):
+            saved = directory / "runs" / "minimal" / f"step={step:08d}.ckpt"
+            with subprocess.Popen(command, cwd=directory, env=environment(), stdout=output, stderr=output) as training:
+                while not saved.exists() and training.poll() is None:
+                    time.sleep(0.05)
+                training.kill()
+            if training.returncode != -signal.SIGKILL:
+                raise subprocess.CalledProcessError(training.returncode, command)
+        subprocess.run(command, cwd=directory, env=environment(), stdout=output, stderr=output, check=True)
+
+
+def damaged(directory: Path) -> None:
+    """The same, and a bit of the newest checkpoint has flipped."""
+    killed_twice(directory)
+    newest = directory / "runs" / "minimal" / "step=00001000.ckpt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
 
 
 RECORDINGS = {
@@ -50,6 +80,19 @@ RECORDINGS = {
         "lightning-ft drill --steps 60 -- python examples/minimal.py",
         [sys.executable, *shlex.split("-m lightning_ft drill --steps 60 -- python examples/minimal.py")],
         108,
+    ),
+    "report": Recording(
+        "lightning-ft report runs/minimal",
+        [sys.executable, *shlex.split("-m lightning_ft report runs/minimal")],
+        100,
+        killed_twice,
+    ),
+    "list": Recording(
+        "lightning-ft list runs/minimal --verify full",
+        [sys.executable, *shlex.split("-m lightning_ft list runs/minimal --verify full")],
+        120,
+        damaged,
+        code=1,
     ),
 }
 
@@ -61,35 +104,35 @@ def main() -> None:
         print(recording.title, flush=True)
         with tempfile.TemporaryDirectory() as elsewhere:
             os.symlink(ROOT / "examples", Path(elsewhere, "examples"))
-            written = run(recording.command, recording.columns, elsewhere)
+            recording.before(Path(elsewhere))
+            written = run(recording.command, recording.columns, elsewhere, recording.code)
         (DOCS / f"{name}.svg").write_text(drawn(written, recording.columns, recording.title, name))
 
 
-def run(command: Sequence[str], columns: int, directory: str) -> bytes:
+def environment() -> dict[str, str]:
+    """Return that of a terminal, in which `python` is the one that runs this."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "CI")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+
+
+def run(command: Sequence[str], columns: int, directory: str, code: int = 0) -> bytes:
     """Run a program in a terminal, in `directory`, and return all that it wrote.
 
     Raises:
-        subprocess.CalledProcessError: It failed; what it wrote is its output.
+        subprocess.CalledProcessError: It did not end with `code`; what it wrote is its output.
     """
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
-    # `python` in a command is the one that runs this.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment: Mapping[str, str] = {
-        **{name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "CI")},
-        "PATH": path,
-        "PYTHONPATH": str(ROOT),
-        "TERM": "xterm-256color",
-    }
     with subprocess.Popen(
-        command, cwd=directory, env=environment, stdin=its, stdout=its, stderr=its, start_new_session=True
+        command, cwd=directory, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True
     ) as process:
         os.close(its)
         written = bytearray()
         while piece := _read(ours):
             written += piece
     os.close(ours)
-    if process.returncode:
+    if process.returncode != code:
         raise subprocess.CalledProcessError(process.returncode, command, bytes(written))
     return bytes(written)
 

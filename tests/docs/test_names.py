@@ -181,7 +181,7 @@ def test_arguments_in_tables_and_text_exist(page: Page) -> None:
 THEIRS = {
     "accelerator", "accumulate_grad_batches", "ckpt_path", "deterministic", "devices", "drop_last", "in_order", "state",
     "process_group_backend", "save_distributed_checkpoint", "save_top_k", "state_dict_type", "strict_loading",
-    "weights_only", "durable", "max_epochs", "max_steps",
+    "weights_only", "durable", "max_epochs", "max_steps", "save_last",
 }  # fmt: skip
 """Of Lightning and torch, and what a progress bar shows."""
 
