@@ -156,3 +156,63 @@ def test_a_damaged_file_that_somebody_vouches_for_is_loaded(tmp_path: Path, monk
     with pytest.raises(ft.CorruptCheckpointError):
         resumed_at()
     assert resumed_at(plugins=[ft.FaultTolerantCheckpointIO(verify="off")]) == 4
+
+
+def test_state_of_ones_own_is_restored_by_the_recipes(tmp_path: Path) -> None:
+    (block,) = Page(DOCS / "restoring.md").blocks("python")
+    names: dict[str, Any] = {"L": L, "torch": torch}
+    exec(block, names)  # noqa: S102
+
+    class Net(names["Net"]):  # type: ignore[misc]
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            (level,) = (c.level for c in self.trainer.callbacks if isinstance(c, names["Curriculum"]))
+            self.average += batch.mean()
+            self.scale *= 0.9
+            return self.layer(batch * self.scale / (1 + self.average + level)).sum() / 100
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Curriculum(names["Curriculum"]):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.level += 1
+
+    def trained(dirpath: str, steps: int) -> tuple[Any, ...]:
+        L.seed_everything(1)
+        curriculum, stream, net = Curriculum(), names["Stream"](), Net()
+        trainer = L.Trainer(
+            max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False,
+            callbacks=[curriculum, ft.FaultTolerantCheckpoint(tmp_path / dirpath, every_n_train_steps=2, guards=())],
+        )  # fmt: skip
+        trainer.fit(net, torch.utils.data.DataLoader(stream, batch_size=4), ckpt_path="last")
+        return net.layer.weight.tolist(), float(net.average), net.scale, curriculum.level, stream.position
+
+    whole = trained("whole", 7)
+    trained("parts", 3)
+    assert trained("parts", 7) == whole
+
+
+def test_the_preset_is_what_it_is_spelled_out_to_be() -> None:
+    spelled = next(b for b in Page(DOCS / "configuration.md").blocks("python") if "verify_after_write" in b)
+    preset = ft.fault_tolerance("runs/1")
+    arguments: dict[str, Any] = {}
+
+    class Trainer:
+        def __init__(self, **given: Any) -> None:
+            arguments.update(given)
+
+    class Lightning:
+        pass
+
+    Lightning.Trainer = Trainer  # type: ignore[attr-defined]
+    exec(spelled, {"L": Lightning, "ft": ft, "EarlyStopping": lambda monitor: None})  # noqa: S102
+    ours, theirs = arguments["callbacks"][1], preset["callbacks"][-1]
+    assert isinstance(ours, ft.FaultTolerantCheckpoint)
+    assert isinstance(theirs, ft.FaultTolerantCheckpoint)
+    same = ("trigger", "retention", "local", "max_restarts_without_progress", "save_on_train_end", "strict")
+    assert {key: getattr(ours.settings, key) for key in same} == {key: getattr(theirs.settings, key) for key in same}
+    assert [type(guard) for guard in ours.settings.guards] == [type(guard) for guard in theirs.settings.guards]
+    (writes,), (their_writes,) = arguments["plugins"], preset["plugins"]
+    assert writes.verify_after_write == their_writes.verify_after_write
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'callbacks'"):
+        L.Trainer(**preset, callbacks=[])
