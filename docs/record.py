@@ -10,10 +10,12 @@ import errno
 import fcntl
 import io
 import itertools
+import json
 import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import termios
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +51,20 @@ class Recording:
     """What is done in the directory before."""
     code: int = 0
     """With which the command ends."""
+    made: str = ""
+    """A picture that the command has made itself, and that is kept too."""
 
 
 def killed_twice(directory: Path) -> None:
     """`examples/minimal.py` has been killed twice, and has come to its end at the third start."""
     command = [sys.executable, "examples/minimal.py"]
     with (directory / "output").open("wb") as output:
-        for step in (300, 620):
-            saved = directory / "runs" / "minimal" / f"step={step:08d}.ckpt"
+        for after in (250, 550):
             with subprocess.Popen(command, cwd=directory, env=environment(), stdout=output, stderr=output) as training:
-                while not saved.exists() and training.poll() is None:
+                while training.poll() is None:
+                    step = trained(directory)
+                    if step > after and step % 20 > 9:  # so that there is something to be trained again
+                        break
                     time.sleep(0.05)
                 training.kill()
             if training.returncode != -signal.SIGKILL:
@@ -65,12 +72,23 @@ def killed_twice(directory: Path) -> None:
         subprocess.run(command, cwd=directory, env=environment(), stdout=output, stderr=output, check=True)
 
 
+def trained(directory: Path) -> int:
+    """How many steps the newest start has trained, as far as its file of events tells."""
+    starts = sorted(directory.glob("runs/minimal/ft_events/*.jsonl"))
+    lines = starts[-1].read_text().splitlines(keepends=True) if starts else []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return max((event["step"] for event in events if event["event"] == "progress"), default=0)
+
+
 def damaged(directory: Path) -> None:
     """The same, and a bit of the newest checkpoint has flipped."""
     killed_twice(directory)
     newest = directory / "runs" / "minimal" / "step=00001000.ckpt"
+    with zipfile.ZipFile(newest) as archive:
+        largest = max(archive.infolist(), key=lambda record: record.file_size)
+        data = archive.read(largest)
     content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[content.index(data) + len(data) // 2] ^= 1
     newest.write_bytes(content)
 
 
@@ -82,15 +100,16 @@ RECORDINGS = {
         108,
     ),
     "report": Recording(
-        "lightning-ft report runs/minimal",
-        [sys.executable, *shlex.split("-m lightning_ft report runs/minimal")],
-        100,
+        "lightning-ft report runs/minimal --png report.png",
+        [sys.executable, *shlex.split("-m lightning_ft report runs/minimal --png report.png")],
+        124,
         killed_twice,
+        made="report.png",
     ),
     "list": Recording(
         "lightning-ft list runs/minimal --verify full",
         [sys.executable, *shlex.split("-m lightning_ft list runs/minimal --verify full")],
-        120,
+        124,
         damaged,
         code=1,
     ),
@@ -106,6 +125,8 @@ def main() -> None:
             os.symlink(ROOT / "examples", Path(elsewhere, "examples"))
             recording.before(Path(elsewhere))
             written = run(recording.command, recording.columns, elsewhere, recording.code)
+            if recording.made:
+                shutil.copy(Path(elsewhere, recording.made), DOCS)
         (DOCS / f"{name}.svg").write_text(drawn(written, recording.columns, recording.title, name))
 
 
