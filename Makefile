@@ -9,10 +9,10 @@ STAMP := $(VENV)/.stamp
 PYTEST_WORKERS ?= 2
 
 # One thread per process: the tests start many, and threads that share two cores only wait for each other.
-test test-slow test-lowest test-package demo: export OMP_NUM_THREADS := 1
+test test-slow test-lowest test-package demo recordings: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-lowest test-package lint bench bench-stores clean
+.PHONY: help demo test test-slow test-lowest test-package lint docs recordings bench bench-stores clean
 
 help:
 	@echo "make demo       kill a training twice, restart it, compare every number with an uninterrupted run"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-lowest  whole runs with the oldest supported Lightning"
 	@echo "make test-package  wheel and sdist: what is in them; the wheel at work in an empty environment"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       the documentation as HTML, into build/docs (recordings: its pictures of terminals, anew)"
 	@echo "make bench      what saves, idle steps and restarts cost, beside Lightning's own ways and the limits of this"
 	@echo "                machine: ten minutes, into runs/bench (ARGS=--quick: one and a half; ARGS=--help)"
 	@echo "make bench-stores  uploads and downloads beside those of s3fs, against a real S3 server: a minute"
@@ -36,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; \
 	  fi; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,cli,s3,plot,safetensors]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,docs,cli,s3,plot,safetensors]'
 	@touch $@
 
 demo: $(STAMP)
@@ -71,6 +72,13 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
+
+recordings: $(STAMP)
+	$(BIN)/python docs/record.py
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks $(ARGS)

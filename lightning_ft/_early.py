@@ -22,7 +22,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_ft import _peers
+from lightning_ft import _peers, _words
 from lightning_ft._dist import is_everywhere
 from lightning_ft._exceptions import lost_peer
 from lightning_ft._peers import Peers, Place
@@ -77,8 +77,8 @@ class Early:
         if lost is not None:
             _log.error("rank %d ends, since %s", dist.get_rank(), lost)
             return lost
-        _log.error("rank %d failed before its fit began: %s", dist.get_rank(), _peers.describe(error), exc_info=error)
-        peers.tell(_peers.describe(error))
+        _log.error("rank %d failed before its fit began: %s", dist.get_rank(), _words.error(error), exc_info=error)
+        peers.tell(_words.error(error))
         _peers.let_go()
         return error
 

@@ -71,7 +71,12 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """Every `*.ckpt` in `dirpath`, newest first as the manifests say, those with a problem last.
 
-    Only manifests are read. Modification times are never looked at, names only to order equal manifests.
+    Only manifests are read. Modification times are never looked at, names only to order equal manifests. Nothing on
+    disk is changed.
+
+    Args:
+        dirpath: A directory or URL.
+        storage_options: For `fsspec`, used with URLs only.
 
     Raises:
         OSError: The directory cannot be listed; one that does not exist is empty.
@@ -374,6 +379,14 @@ def last_good(
     dirpath: str | os.PathLike[str], depth: Depth = "full", storage_options: Mapping[str, Any] | None = None
 ) -> CheckpointInfo | None:
     """The checkpoint to continue from, None if the directory holds none of this package.
+
+    What ``ckpt_path="last"`` takes, except where a checkpoint is passed over because starts from it have crashed.
+    Nothing on disk is changed.
+
+    Args:
+        dirpath: A directory or URL.
+        depth: How carefully a checkpoint is looked at before it counts as good: see `verify`.
+        storage_options: For `fsspec`, used with URLs only.
 
     Raises:
         NoUsableCheckpointError: There are checkpoints, none is usable; to start over is a person's decision.

@@ -19,6 +19,7 @@ class Event:
     """Something happened to the checkpoint `path`, or in the directory `path`."""
 
     path: str
+    """The checkpoint, or the directory: a path or URL."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class SaveStarted(Event):
     """A save was begun; nothing is on disk yet."""
 
     step: int
+    """Optimizer steps taken."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class UploadStarted(Event):
     """A checkpoint that is durable at `source` is about to be copied to `path`; nothing is there yet."""
 
     step: int
+    """Optimizer steps taken."""
     source: str
+    """The checkpoint in the local directory."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class SaveSkipped(Event):
     """A due save was not begun."""
 
     step: int
+    """Optimizer steps taken."""
     reason: str
+    """Why not, in words."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class AttemptOpened(Event):
     """The file or directory `attempt` exists and is empty, but for files of other ranks; nothing of the final name."""
 
     attempt: str
+    """Its path, under a hidden name."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,9 @@ class FileWritten(Event):
     """Every byte of the file `name` of a directory was handed to the operating system. On the rank that wrote it."""
 
     name: str
+    """Of the file, within the directory."""
     size_bytes: int
+    """Of the file."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class FileSynced(Event):
     """The bytes of the file `name` of a directory survive a power loss. On the rank that wrote it."""
 
     name: str
+    """Of the file, within the directory."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,9 @@ class DataWritten(Event):
     """Every byte, the manifest included, was handed to the operating system; the last are not known to be durable."""
 
     attempt: str
+    """Its path, under a hidden name."""
     size_bytes: int
+    """Of the whole checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ class DataSynced(Event):
     """The bytes of the attempt survive a power loss; on an object store, the object is published."""
 
     attempt: str
+    """Its path, under a hidden name."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +109,11 @@ class Committed(Event):
     """The checkpoint is durable under its final name, and, if that was asked for, read back."""
 
     step: int
+    """Optimizer steps taken."""
     generation: str
+    """Identity of this save, as in its manifest."""
     size_bytes: int
+    """Of the whole checkpoint."""
     secs: float
     """From the request for the save until now."""
     metrics: dict[str, float | int] = field(default_factory=dict)
@@ -111,7 +127,9 @@ class SaveFailed(Event):
     """The save was given up; older checkpoints are untouched."""
 
     step: int
+    """Optimizer steps taken."""
     reason: str
+    """Why, in words."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +152,7 @@ class DeleteSkipped(Event):
     """The checkpoint was to be deleted and was not."""
 
     reason: str
+    """Why not, in words."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +165,7 @@ class PassedOver(Event):
     """A checkpoint was looked at for resuming and cannot be used."""
 
     reason: str
+    """Why, in words."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +173,7 @@ class Resumed(Event):
     """Training continues from the checkpoint."""
 
     step: int
+    """Optimizer steps taken when it was saved."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {
@@ -180,8 +201,6 @@ EVENT_TYPES: dict[str, type[Event]] = {
     )
 }
 
-# In the order in which a save with a rotation emits them. Object stores have no `Renamed`, nor `DeleteHidden`
-# for a single file.
 KILL_POINTS: tuple[str, ...] = (
     "SaveStarted",
     "AttemptOpened",
@@ -193,6 +212,8 @@ KILL_POINTS: tuple[str, ...] = (
     "DeleteHidden",
     "Deleted",
 )
+"""In the order in which a save with a rotation emits them. Object stores have no `Renamed`, nor `DeleteHidden` for a
+single file."""
 
 # Of a checkpoint that is a directory; those of its files come once per file, on the rank that writes it.
 DIRECTORY_KILL_POINTS: tuple[str, ...] = (
@@ -211,7 +232,10 @@ def observe(callback: Callable[[Event], None]) -> Callable[[], None]:
 
     What it raises reaches the emitter: an observer can make a save fail, which is what fault injection needs.
 
-    Thread: any.
+    Ranks: this one alone. Thread: any; events of a save come from the writer, so `callback` should be quick.
+
+    Args:
+        callback: Called with the event.
 
     Returns:
         A function that ends the registration; calling it again does nothing.

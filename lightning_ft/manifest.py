@@ -68,6 +68,7 @@ class Manifest:
     batch: int
     """Batches trained in total; grows by one per batch, also within a gradient accumulation."""
     epoch: int
+    """Epochs finished since the run began."""
     reason: str
     """Why it was saved: "periodic", "epoch_end", "train_end", "user", ..."""
     boundary: str
@@ -81,12 +82,15 @@ class Manifest:
     parent: str | None = None
     """Generation that training was resumed from."""
     versions: dict[str, str] = field(default_factory=dict)
+    """Of the software that wrote it; for people."""
     topology: dict[str, int | str] = field(default_factory=dict)
+    """The number of processes and the like."""
     metrics: dict[str, float | int] = field(default_factory=dict)
     """Timings and the like, for people."""
     requires: tuple[str, ...] = ()
     """Features that a reader must understand to use this checkpoint rightly."""
     format: int = FORMAT_VERSION
+    """Version of the format it is written in."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Of a directory: every file in it by its name, but for the manifest itself. Empty for a single file."""
 
@@ -342,9 +346,13 @@ class CheckpointInfo:
     """What is known of one checkpoint file without reading its data."""
 
     path: str
+    """Where it is: a path or URL."""
     name: str
+    """The last part of `path`."""
     size_bytes: int
+    """Of the file; of a directory, of all files in it."""
     manifest: Manifest | None
+    """What it says about itself; None if it has no manifest that can be read."""
     problem: str | None
     """Why it is not good, None if it is, to the depth that was asked for."""
 

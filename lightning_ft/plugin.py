@@ -305,7 +305,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The checkpoint at `path`, on the CPU, verified as deep as `verify` says before anything is unpickled.
 
-        A file without a manifest (plain Lightning wrote it) is loaded and said to be unverified.
+        A file without a manifest (plain Lightning wrote it) is loaded and said to be unverified. `weights_only` is that
+        of `torch.load`.
 
         Ranks: any, each for itself; all, with ``load="broadcast"``.
 
@@ -329,7 +330,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """A sharded `module` and its `optimizers` are filled from `path`, a directory or a file; returns the rest.
 
-        Ranks: all. Thread: main. See `_sharded_loading.load_into`.
+        Ranks: all. Thread: main. With `strict`, what has no place in `module` is an error. `weights_only` is that of
+        `torch.load`. See `_sharded_loading.load_into`.
         """
         path = _names.normalise(path)
         self.drain()

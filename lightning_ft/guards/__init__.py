@@ -28,6 +28,12 @@ class Guard(Protocol):
         """What the guard says before the batch after `step`.
 
         Ranks: all; one rank's verdict stops all of them. Thread: main. Must not block and must not communicate.
+
+        Args:
+            step: Optimizer steps taken.
+
+        Returns:
+            Why the run should save and stop; None: it goes on.
         """
 
 

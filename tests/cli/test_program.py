@@ -83,7 +83,7 @@ def test_exit_codes_agree() -> None:
     )  # fmt: skip
     said = dict(re.findall(r"^ +(\d+) +(\S.*)$", program("--help").out, re.MULTILINE))
     assert {int(code) for code in said} == set(map(int, Code))
-    section = (ROOT / "README.md").read_text().partition("## On the command line")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "command-line.md").read_text().partition("\n## Exit codes")[2].partition("\n## ")[0]
     table = dict(re.findall(r"^\| (\d+) \| (.+) \|$", section, re.MULTILINE))
     assert {int(code) for code in table} == set(map(int, Code))
 

@@ -1,4 +1,4 @@
-"""The table of the README: what is left of a checkpoint, and of the one before it, after a crash at any system call.
+"""The table of docs/saving.md: what is left of a checkpoint, and of the one before it, after a crash at any call.
 
 Run as root on Linux: ``python -m tests.crash.compare [--way NAME] [--file-system ext4|xfs]``.
 """

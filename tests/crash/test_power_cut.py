@@ -83,7 +83,7 @@ def test_the_disk_loses_what_others_do_not_sync(way: str, file_system: str) -> N
 
 
 @pytest.mark.slow
-def test_the_table_of_the_readme() -> None:
+def test_the_table_of_the_documentation() -> None:
     command = [sys.executable, "-m", "tests.crash.compare", "--way", "fsspec", "--file-system", "ext4"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
     assert len(printed) == 3
