@@ -55,6 +55,7 @@ def test_a_program_that_fails_is_no_recording(record: ModuleType, tmp_path: Path
         record.run([sys.executable, "-c", "print('why'); raise SystemExit(3)"], 40, str(tmp_path))
     assert raised.value.returncode == 3
     assert b"why" in raised.value.output
+    assert b"why" in record.run(raised.value.cmd, 40, str(tmp_path), code=3), "it is to end so"
 
 
 def test_every_recording_is_there(record: ModuleType) -> None:
@@ -75,7 +76,12 @@ def test_they_say_what_the_programs_say(record: ModuleType) -> None:
     assert "IDENTICAL bit for bit" in demo
     assert "IDENTICAL bit for bit" in (ROOT / "examples" / "demo.py").read_text()
     assert demo.count("SIGKILL after step") == 2
-    drill = text((DOCS / "drill.svg").read_text())
-    assert "PASS: killed at batch" in drill
+    assert "PASS: killed at batch" in text((DOCS / "drill.svg").read_text())
+    listed = text((DOCS / "list.svg").read_text())
+    assert "broken" in listed
+    assert 'ckpt_path="last" takes this one' in listed
+    report = text((DOCS / "report.svg").read_text())
+    assert report.count("killed") == 2
+    assert report.count("finished") == 1
     for name, recording in record.RECORDINGS.items():
         assert recording.title in text((DOCS / f"{name}.svg").read_text())
