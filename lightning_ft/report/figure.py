@@ -155,6 +155,7 @@ def _draw_steps(axis: Any, summary: Summary, clock: _Clock) -> None:
         axis, _thinned(saves, _MOST_POINTS), marker="o" if few else ".", markersize=3.5 if few else 1.5, color="black"
     )
     axis.set_ylabel("step")
+    axis.yaxis.get_major_locator().set_params(integer=True)
     one_in = _one_in(len(saves), _MOST_POINTS)
     drawn = "" if one_in == 1 else f"; one in {one_in} is drawn"
     axis.set_xlabel(f"{clock.unit} from the first start (dots: when a step's checkpoint was durable{drawn})")
