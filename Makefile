@@ -51,7 +51,7 @@ LOWEST := .venv-lowest
 $(LOWEST)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(LOWEST)
 	grep -vE '^(lightning|pytorch-lightning)==' constraints.txt >$(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/constraints.txt lightning==2.5.5 -e '.[test]'
+	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/constraints.txt lightning==2.5.5 -e '.[test,cli]'
 	@touch $@
 
 test-lowest: $(LOWEST)/.stamp

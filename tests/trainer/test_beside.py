@@ -252,7 +252,7 @@ def tuned(place: Path, kills: Iterable[int] = ()) -> None:
     """With a `Tuner` before the fit, at every start, which the refusal of its callbacks advises."""
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(
-        **s.COMMON, max_epochs=2, default_root_dir=place,
+        **s.COMMON, max_epochs=4, default_root_dir=place,
         callbacks=[ft.FaultTolerantCheckpoint(place / "run", every_n_train_steps=2), *map(Kill, kills)],
         plugins=[ft.FaultTolerantCheckpointIO(async_save=False)],
     )  # fmt: skip
