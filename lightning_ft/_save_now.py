@@ -30,6 +30,7 @@ class SaveNow:
         self._looked_at = -float("inf")
         self._lock = threading.Lock()
         self._found: dict[str, int] = {}
+        self._answered: dict[str, int] = {}  # what could not be removed
         self._asked_at_step: int | None = None
 
     def look(self) -> bool:
@@ -41,7 +42,8 @@ class SaveNow:
             if now - self._looked_at < _EVERY_SECS:
                 return False
             self._looked_at = now
-            self._found = {path: made for path in self._paths if (made := _made_at(path)) is not None}
+            found = {path: made for path in self._paths if (made := _made_at(path)) is not None}
+            self._found = {path: made for path, made in found.items() if self._answered.get(path) != made}
         return bool(self._found)
 
     def asked(self, step: int) -> None:
@@ -55,8 +57,8 @@ class SaveNow:
             if self._asked_at_step is None or step < self._asked_at_step:
                 return
             for path, made in self._found.items():
-                if _made_at(path) == made:  # else it was touched again, and asks for another one
-                    _remove(path)
+                if _made_at(path) == made and not _removed(path):  # else it was touched again, and asks for another one
+                    self._answered[path] = made
             self._found, self._asked_at_step = {}, None
 
     def went_back(self) -> None:
@@ -77,8 +79,10 @@ def _made_at(path: str) -> int | None:
         return None
 
 
-def _remove(path: str) -> None:
+def _removed(path: str) -> bool:
     try:
         os.unlink(path)
     except OSError as error:
         _log.warning("%s asked for the save that was made, and cannot be removed: %s", path, error)
+        return False
+    return True

@@ -921,6 +921,7 @@ def test_what_was_asked_for_before_the_fit_went_back_is_asked_for_again(tmp_path
     finally:
         watch.close()
         watch.leave(75)
+        watch.stays()  # which the process does
 
 
 # -- the guards that are there by default ------------------------------------------------------------------------

@@ -45,6 +45,19 @@ def test_touched_again_before_it_is_removed_it_asks_again(tmp_path: Path) -> Non
     assert any(save_now.look() for _ in range(9))
 
 
+def test_what_cannot_be_removed_asks_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody else's file in a directory that only its owner may change; here a directory, which root keeps, too."""
+    file, save_now = tmp_path / "SAVE_NOW", SaveNow([str(tmp_path)], Clock())
+    file.mkdir()
+    assert save_now.look()
+    save_now.asked(7)
+    save_now.saved(7)
+    assert "cannot be removed" in caplog.text
+    assert not any(save_now.look() for _ in range(9))
+    os.utime(file, ns=(1, 1))
+    assert any(save_now.look() for _ in range(9))
+
+
 def test_a_failed_save_is_asked_for_again(tmp_path: Path) -> None:
     (tmp_path / "SAVE_NOW").touch()
     save_now = SaveNow([str(tmp_path)], Clock())
