@@ -67,7 +67,7 @@ def _started_blocked(process: BaseProcess, start: Callable[[BaseProcess], None],
     if loop not in (_torch_worker_loop, _torchdata_worker_loop) or not hasattr(signal, "pthread_sigmask"):
         start(process)
         return
-    if getattr(process, "_start_method", "fork") != "fork":
+    if (getattr(process, "_start_method", None) or multiprocessing.get_start_method()) != "fork":
         resource_tracker.ensure_running()  # which, when it has to be started, unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
