@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import zipfile
 import zlib
@@ -151,6 +152,11 @@ def opened(file: BinaryIO, path: str) -> Iterator[zipfile.ZipFile]:
             yield archive
     except _NONSENSE as error:
         raise CorruptCheckpointError(path, f"the archive is damaged: {error}") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A local file cannot be sought to where a damaged offset points: before its beginning, or beyond 2^63 bytes.
+        raise CorruptCheckpointError(path, "the archive is damaged: an offset in it lies outside of any file") from error
 
 
 def has_checksums(archive: zipfile.ZipFile) -> bool:

@@ -58,7 +58,7 @@ def fault_tolerance(
         ConfigurationError: An argument has a value it cannot have.
     """
     callbacks, plugins = _listed("callbacks", callbacks, pl.Callback), _listed("plugins", plugins, object)
-    if isinstance(guards, str) or not isinstance(guards, Sequence):
+    if guards is not None and (isinstance(guards, str) or not isinstance(guards, Sequence)):
         raise ConfigurationError(f"guards={guards!r}: must be a list or tuple of guards")
     if any(isinstance(callback, FaultTolerantCheckpoint) for callback in callbacks):
         raise ConfigurationError("callbacks: has a FaultTolerantCheckpoint, which fault_tolerance() makes itself")
