@@ -269,10 +269,11 @@ class DivergenceWatch(Watch):
         if emergency and fit.ranks.is_zero:
             _last_finite.remove(fit, found.poisoned)
         fit.ranks.all_gather(None)  # nobody leaves before rank 0 has written and removed: launchers kill what is left
+        leave_out = fit.left_out.to_ask_for(culprits, found.batch)
         message = (
             f"{words}. The run ends at step {step}, on all ranks. "
             + (f"Restart from {found.path}" if found.path else "There is no finite checkpoint to restart from")
-            + f". If nothing is changed it diverges again; {_left_out.VARIABLE}={ranges(culprits)} leaves that out"
+            + f". If nothing is changed it diverges again; {_left_out.VARIABLE}={leave_out} leaves that out"
             + (f". To look into: the state as it is now, {emergency}" if emergency else "")
         )
         if fit.ranks.is_zero:

@@ -50,6 +50,8 @@ class Found:
 
     path: str
     """The newest finite checkpoint, verified; empty if there is none."""
+    batch: int = 0
+    """How many batches are done there."""
     poisoned: tuple[str, ...] = ()
     """Newer ones, in which weights are not finite: they were read."""
 
@@ -73,6 +75,7 @@ def find(fit: Fit, before: int, suspect_from: int | None) -> Found:
         verified = discovery.verify(path, "full", options)
         if verified.problem is not None:
             _log.warning("passed over %s: %s", path, verified.problem)
+            fit.tiers.note_damaged([verified])
             return False
         if suspect_from is not None and batch >= suspect_from and not _is_finite(path, trained, options):
             _log.warning("passed over %s: it holds weights that are not finite", path)

@@ -46,6 +46,8 @@ class LeftOut:
         self._leaving_out = False
         self._asked = frozenset(ranks.decide(_asked_for))
         self._batches = set(self._asked)
+        self._added = set[int]()
+        self._from_batch = 0  # batches done where this fit has begun, or gone back to
 
     def install(self) -> Callable[[], None]:
         """They are left out, until the returned function is called."""
@@ -101,8 +103,9 @@ class LeftOut:
             )  # fmt: skip
 
     def add(self, batches: Iterable[int]) -> None:
-        """These will not be trained, either."""
-        self._batches.update(batches)
+        """These will not be trained, either, from whichever checkpoint this fit goes on."""
+        self._added.update(batches)
+        self._batches |= self._added
 
     def among(self, batches: Iterable[int]) -> bool:
         """Whether all of `batches` are left out."""
@@ -112,8 +115,18 @@ class LeftOut:
         """For a checkpoint: plain data."""
         return sorted(self._batches)
 
+    def to_ask_for(self, batches: Iterable[int], after: int | None = None) -> str:
+        """For `VARIABLE`: what a restart has to be given, to leave out `batches` and what this fit has left out.
+
+        Args:
+            batches: More of them.
+            after: How many batches are done in the checkpoint that it starts from; None: it is one of this fit.
+        """
+        after = self._from_batch if after is None else after
+        return ranges({number for number in self._batches.union(batches) if number > after})
+
     def restore(self, batches: Iterable[int], done: int, *, other_ranks: bool) -> None:
-        """As the run that was saved, and what is asked for now.
+        """As the run that was saved, what is asked for now, and what this fit has added before it went back to that.
 
         Args:
             batches: Of `state`.
@@ -127,7 +140,8 @@ class LeftOut:
                 "batches %s are not left out: with another number of ranks these numbers mean other samples",
                 ranges(lost),
             )
-        self._batches |= self._asked
+        self._batches |= self._asked | self._added
+        self._from_batch = done
 
     def say_how(self, error: BaseException) -> None:
         """After an error within a batch, the log says which it was, and how a restart can do without it. Local."""
@@ -141,7 +155,7 @@ class LeftOut:
             "rank %d: %s in batch %d (epoch %d, batch %d of it; %s). A restart begins at the last checkpoint and "
             "trains this batch again; to leave it out, start with %s=%s",
             self._ranks.rank, type(error).__name__, number, self._trainer.current_epoch, batches.current.ready - 1,
-            words(self._loaders.batch_indices()), VARIABLE, ranges({number, *self._asked}),
+            words(self._loaders.batch_indices()), VARIABLE, self.to_ask_for([number]),
         )  # fmt: skip
 
 
