@@ -88,13 +88,13 @@ def find(fit: Fit, before: int, suspect_from: int | None) -> Found:
         for info in candidates(fit.tiers.infos(), line, before):
             assert info.manifest is not None
             if (local_too or not fit.tiers.is_local(info.path)) and usable(info.path, info.manifest.batch, poisoned):
-                return Found(info.path, tuple(poisoned))
+                return Found(info.path, info.manifest.batch, tuple(poisoned))
         # Of another directory or run, but what this line began from.
         if line.from_path and line.from_path not in poisoned and line.from_batch < before:
             ours = discovery.verify(line.from_path, "listed", options).manifest is not None
             if ours and usable(line.from_path, line.from_batch, []):
-                return Found(line.from_path, tuple(poisoned))
-        return Found("", tuple(poisoned))
+                return Found(line.from_path, line.from_batch, tuple(poisoned))
+        return Found("", poisoned=tuple(poisoned))
 
     found = fit.ranks.decide(lambda: choose(True))
     if found.path and fit.tiers.is_local(found.path) and not all(fit.ranks.all_gather(Storage().exists(found.path))):

@@ -7,7 +7,7 @@ fit can reach into the next. Everything here runs in the main thread, on all ran
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -45,6 +45,7 @@ from lightning_ft._tiers import Tiers
 from lightning_ft._validation import Validation
 from lightning_ft._watch import Fit
 from lightning_ft._written_by import saves_replicated, saves_sharded
+from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.triggers import Trigger
 
@@ -64,6 +65,7 @@ class Session:
         told: Called on all ranks with the path of a checkpoint that has become durable (rank 0 alone knows of one).
         chosen: What ``ckpt_path="last"`` chose, if it was asked.
         continues: Id of the run that an earlier fit of this trainer has left in memory; empty if there was none.
+        damaged: What was found damaged on the way to `chosen`; known on rank 0.
 
     Raises:
         ConfigurationError: The directory cannot be written.
@@ -80,6 +82,7 @@ class Session:
         told: Callable[[str], None],
         chosen: str,
         continues: str,
+        damaged: Sequence[CheckpointInfo] = (),
     ) -> None:
         self._trainer = trainer
         self._tree = ModuleTree(trainer.lightning_module)
@@ -94,6 +97,8 @@ class Session:
         start, self._new_run_id = self._tiers.open(ranks)
         with ExitStack() as unless_made:  # nobody closes a session that was never made
             unless_made.callback(self._tiers.close)
+            if ranks.is_zero:
+                self._tiers.note_damaged(damaged)
             self._continues = continues
             self._line = Line(continues or self._new_run_id, start)
             self._seed = os.environ.get("PL_GLOBAL_SEED")

@@ -22,6 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import lightning_ft as ft
 from lightning_ft import events
+from lightning_ft._names import STARTS_NAME
+from lightning_ft._pruning import plan_pruning
+from lightning_ft.retention import Retention
 from tests.trainer import runs
 from tests.trainer import scenarios as s
 from tests.trainer.runs import Line, fit, trainer
@@ -386,6 +389,26 @@ def test_n2_passed_over_only_what_is_newer(tmp_path: Path, caplog: pytest.LogCap
     assert [Path(e.path).name for e in seen if isinstance(e, events.PassedOver)] == ["step=00000006.ckpt"]
     (resumed,) = [e for e in seen if isinstance(e, events.Resumed)]
     assert (Path(resumed.path).name, resumed.step) == ("step=00000004.ckpt", 4)
+
+
+def test_n2_a_damaged_one_takes_no_place_of_a_good_one_and_stays(tmp_path: Path) -> None:
+    """Neither in the process that has found it damaged nor in later ones, which do not read it again."""
+    runs.first_run(tmp_path, keep_last=3, max_steps=6)
+    damaged = tmp_path / "step=00000006.ckpt"
+    runs.damage(damaged, 0.5)
+    for steps in (8, 10, 16):
+        fit(trainer(ours(tmp_path, keep_last=3), max_steps=steps, max_epochs=-1), ckpt_path="last")
+        found = ft.list_checkpoints(str(tmp_path))
+        good = [info.path for info in found if ft.verify(info.path).problem is None]
+        assert len(good) == 3
+        assert len(found) == 4
+        assert damaged.exists()
+    pruned = plan_pruning(str(tmp_path), Retention(1), "size", None)
+    assert len(pruned.to_delete) == 2
+    assert str(damaged) not in pruned.to_delete
+    damaged.unlink()
+    fit(trainer(ours(tmp_path, keep_last=3), max_steps=18, max_epochs=-1), ckpt_path="last")
+    assert not (tmp_path / STARTS_NAME).exists()
 
 
 # -- N5: branches ------------------------------------------------------------------------------------------------
