@@ -76,6 +76,7 @@ class Boundaries:
         self.voting = Voting(trainer, ranks, watches, (*Saves.TOPICS, "time_due"), self.own_votes)
         self.stopped_within_epoch = False
         """Whether training ends, or has ended, at the last step boundary, within an epoch."""
+        self._refused = 0  # saves, in a row
         self._undo: list[Callable[[], None]] = []
 
     def close(self) -> None:
@@ -157,7 +158,15 @@ class Boundaries:
         if refusal is not None:
             events.emit(events.SaveSkipped(self._tiers.first, progress.step, refusal))
             self.due.postpone(reason)
+            self._refused += 1
+            if self._ranks.is_zero and _is_worth_a_line(self._refused):
+                _log.warning(
+                    "no checkpoint is saved after step %d, since %s: it is tried again after each step; what was "
+                    "saved before stays (refused %d times in a row)",
+                    progress.step, refusal, self._refused,
+                )  # fmt: skip
             return
+        self._refused = 0
         self._saves.make(reason, boundary, progress, self._run_id(), ends=self.stopped_within_epoch, upload=upload)
 
     def leave_validation(self) -> None:
@@ -211,3 +220,8 @@ class Boundaries:
             self._save("train_end", "epoch", progress)
             self._saves.settle("training ends without it")
         self._saves.tell_of_commits()
+
+
+def _is_worth_a_line(count: int) -> bool:
+    """The first of many refusals in a row, and seldom more."""
+    return count == 1 or (count >= 64 and count & (count - 1) == 0)
