@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning_ft import _loops, events
 from lightning_ft._dist import Ranks
 from lightning_ft._due import Due
-from lightning_ft._ending import Ending
+from lightning_ft._ending import Ending, last_words
 from lightning_ft._pace import Pace
 from lightning_ft._saves import Saves
 from lightning_ft._settings import Settings
@@ -203,7 +203,15 @@ class Boundaries:
             self._plugin.reports_failures = True
         self._watches.phase("end")
         self.ask_now(progress)
-        self._ending.leave(saved=self._saves.has(progress), last=self._watches.leave)
+        saved, newest = self._saves.has(progress), self._saves.newest(progress)
+
+        def last(code: int | None) -> None:
+            if code is not None:
+                self._watches.leave(code)
+            if self._ranks.is_zero:
+                _log.warning("%s", last_words(code, newest, saved=saved))
+
+        self._ending.leave(saved=saved, last=last)
 
     def ask_now(self, progress: Progress) -> bool:
         """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""

@@ -27,6 +27,7 @@ from lightning_ft._divergence import Badness, Course, Judge, Move, batches_in_wo
 from lightning_ft._late_losses import LateLosses, Seen
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft.errors import ConfigurationError, DivergenceError
+from lightning_ft.exit_codes import DIVERGED
 from lightning_ft.guards.divergence import DivergenceGuard
 from lightning_ft.state import Progress
 
@@ -276,7 +277,7 @@ class DivergenceWatch(Watch):
         fit.ranks.all_gather(None)  # nobody leaves before rank 0 has written and removed: launchers kill what is left
         leave_out = fit.left_out.to_ask_for(culprits, found.batch)
         message = (
-            f"{words}. The run ends at step {step}, on all ranks. "
+            f"{words}. The run ends at step {step}, on all ranks, with exit code {DIVERGED}. "
             + (f"Restart from {found.path}" if found.path else "There is no finite checkpoint to restart from")
             + f". If nothing is changed it diverges again; {_left_out.VARIABLE}={leave_out} leaves that out"
             + (f". To look into: the state as it is now, {emergency}" if emergency else "")

@@ -36,8 +36,8 @@ class _Left(SystemExit):
     """The fit is over and torn down, and the process ends."""
 
 
-def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int], None]) -> None:
-    """`trainer.fit`, which has ended its training, does not return: the process ends with `code`, if that is one.
+def leave_after_fit(trainer: pl.Trainer, code: int, last: Callable[[int], None]) -> None:
+    """`trainer.fit`, which has ended its training, does not return: the process ends with `code`.
 
     Unless it still fails: then that error goes its way.
 
@@ -46,8 +46,6 @@ def leave_after_fit(trainer: pl.Trainer, code: int | None, last: Callable[[int],
         code: The exit code.
         last: Called with the code when everything is torn down, on all ranks.
     """
-    if code is None:
-        return
     undo: list[Callable[[], None]] = []
 
     def forget() -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import lightning.pytorch as pl
 
-from lightning_ft import _grace, _loader_workers, _loops, _names, _own_signals, _signals, _slurm, events
+from lightning_ft import _grace, _loader_workers, _loops, _names, _own_signals, _signals, _slurm, _words, events
 from lightning_ft._save_now import SaveNow
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft.errors import CheckpointError
@@ -24,6 +24,7 @@ from lightning_ft.storage import Storage
 _log = logging.getLogger(__name__)
 
 _AT_ONCE_SECS = 3.0  # for a write in flight, after a second Ctrl-C: whoever types that does not want to wait
+_NOTABLE_SECS = 1.0
 _RANK_BITS = 24
 _LAST_RANK = (1 << _RANK_BITS) - 1
 
@@ -163,11 +164,13 @@ class Preemption(Watch):
         elapsed_secs = age_secs + time.monotonic() - self._voted_at
         # One clock and one memory of earlier saves decide for all.
         budget = self._fit.ranks.decide(lambda: self._budget(elapsed_secs))
+        if elapsed_secs >= _NOTABLE_SECS:
+            what = f"{what}, {_words.age(elapsed_secs)} ago"
         if budget.allows_save:
-            self._say(f"{what} {elapsed_secs:.1f} s ago: saving and stopping after step {step} ({budget})")
+            self._say(f"{what}: saving and stopping after step {step} ({budget})")
             return save
         self._say(
-            f"{what} {elapsed_secs:.1f} s ago: stopping after step {step} without a new save, which would not be over "
+            f"{what}: stopping after step {step} without a new save, which would not be over "
             f"in time ({budget}, says {self._grace_from}); the last checkpoint is kept"
         )
         return Request(what, save=None, exit_code=PREEMPTED_UNSAVED)

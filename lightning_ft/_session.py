@@ -220,6 +220,7 @@ class Session:
         )
         path, saved = _names.normalise(path), checkpoint.get(KEY)
         continues = self._line.begin(saved, path, self._new_run_id, lambda: self._is_newest(saved or {}, path))
+        self._saves.start_from(path)
         if saved is None:
             return
         _emergency.require_not_one(saved, path, strict=self._settings.strict)
