@@ -240,6 +240,8 @@ class Restore:
             self.report.noted += self._loaders.count_batches()
         self._restore_random_state(of_rank)
         self.report.restored += ["random state", "data position", "metrics"]
+        step, batch = saved["step"] + 1, saved["batch"] + 1
+        self.report.position = f"training goes on with step {step} (epoch {trainer.current_epoch}, batch {batch})"
         self._say()
 
     def _restore_random_state(self, of_rank: _takeover.RankState) -> None:

@@ -20,6 +20,7 @@ from lightning_ft import (
     _loops,
     _names,
     _parallel_writes,
+    _resumption,
     _rng,
     _surprises,
     events,
@@ -47,6 +48,7 @@ from lightning_ft._watch import Fit
 from lightning_ft._written_by import saves_replicated, saves_sharded
 from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.plugin import FaultTolerantCheckpointIO
+from lightning_ft.storage import Storage
 from lightning_ft.triggers import Trigger
 
 
@@ -219,7 +221,10 @@ class Session:
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
         path, saved = _names.normalise(path), checkpoint.get(KEY)
+        goes_back = self._line.going_back
         continues = self._line.begin(saved, path, self._new_run_id, lambda: self._is_newest(saved or {}, path))
+        if saved is not None and self._ranks.is_zero and not goes_back:
+            self._tell_start(saved, path, continues=continues)
         self._saves.start_from(path)
         if saved is None:
             return
@@ -233,6 +238,16 @@ class Session:
         if continues and self._ranks.is_zero and self._tiers.is_local(path):
             # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
             self._tiers.upload(path, self.run_id)
+
+    def _tell_start(self, saved: dict[str, Any], path: str, *, continues: bool) -> None:
+        """The report of the restart begins with what this start is. Ranks: zero. Blocks on: reading small files."""
+        assert self._restore is not None
+        storage = Storage(self._plugin.storage_options if self._plugin is not None else None)
+        read_from = Storage() if self._tiers.is_local(path) else storage
+        report = self._restore.report
+        report.start = _resumption.of_start(self._line.start, self.run_id, path, _resumption.age_secs(path, read_from))
+        if continues:
+            report.again = _resumption.of_steps(saved["step"], _resumption.last_step(self._dirpath, storage))
 
     def _is_newest(self, saved: dict[str, Any], path: str) -> bool:
         """Whether `path` is of this directory, and the newest good one (what "last" passed over was not good)."""
