@@ -28,11 +28,13 @@ from lightning_ft.errors import ConfigurationError
 VALIDATION_TOPICS = ("validating", "validation_batch_us", "validation_needed")
 """What is voted on in validations only."""
 
-_SAME = ("furthest", "furthest_behind")
-"""Where in the run a ballot was cast, as a number, and what it leaves of the highest vote: the maxima of both over the
-ranks tell whether all of them were there."""
-_BITS = 10
-"""Of the number of the loss, and of that of the optimizer step; those of the batch are what is left."""
+_BATCH = ("furthest_batch", "batches_left")
+"""The number of the batch that a ballot is about, and what it leaves of the highest vote: the maxima of both over the
+ranks tell whether all of them have meant the same one."""
+_LOSS = ("furthest_loss", "losses_left")
+"""The same of the loss within the batch, of ranks that have differentiated one."""
+_STEP = 1 << 20
+"""More losses than anybody differentiates for one optimizer step."""
 
 
 class Voting:
@@ -61,7 +63,7 @@ class Voting:
         self._trainer = trainer
         self._watches = watches
         self._own = own
-        topics = (*topics, *VALIDATION_TOPICS, *watches.topics, *(_SAME if watches.wants_loss else ()))
+        topics = (*topics, *VALIDATION_TOPICS, *watches.topics, *((*_BATCH, *_LOSS) if watches.wants_loss else ()))
         self.vote = Vote(
             ranks, topics, _loops.collective_timeout(trainer) or WITHIN,
             where=lambda: f"vote of batch {_loops.progress(trainer).batch + 1}",
@@ -116,7 +118,7 @@ class Voting:
         """
         self.end_of_batch()
         if afresh and self._watches.anywhere:
-            self.vote.cast({**self._place(), **self._watches.ballot_between_steps()})
+            self.vote.cast({**self._place(of_loss=False), **self._watches.ballot_between_steps()})
             self._hear()
         heard, self._heard = self._heard, {}
         return heard
@@ -132,15 +134,6 @@ class Voting:
             self.vote.read()
         self._heard, self._cast_here = {}, True
 
-    def _require_same(self, furthest: int, furthest_behind: int) -> None:
-        """Else this is not raised everywhere: others may be in a collective that this rank will not come to."""
-        if furthest != furthest_behind:
-            raise ConfigurationError(
-                f"DivergenceGuard: one rank is at {_in_words(furthest_behind)}, and another at {_in_words(furthest)}. "
-                "All ranks must differentiate as many losses for each optimizer step; where they do not, leave that "
-                "guard out: guards=[PreemptionGuard()]"
-            )
-
     def close(self) -> None:
         """Nothing is left of the vote. Local: asks nothing of other ranks."""
         self.vote.close()
@@ -149,18 +142,39 @@ class Voting:
         self._cast_here = True
         self.vote.cast({**self._place(), **self._own(), **self._watches.ballot()})
 
-    def _place(self) -> dict[str, int]:
+    def _place(self, *, of_loss: bool = True) -> dict[str, int]:
         if not self._watches.wants_loss:
             return {}
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        batch = batches.total.ready & (HIGHEST_VOTE >> 2 * _BITS)
-        place = (batch << 2 * _BITS) + (self._steps % (1 << _BITS) << _BITS) + self._losses % (1 << _BITS)
-        return dict(zip(_SAME, (place, HIGHEST_VOTE - place), strict=True))
+        place = {_BATCH: batches.total.ready}
+        if of_loss and self._losses:
+            place[_LOSS] = self._steps * _STEP + self._losses
+        return {
+            topic: vote for pair, at in place.items() for topic, vote in zip(pair, (at, HIGHEST_VOTE - at), strict=True)
+        }
+
+    def _require_same(self, heard: dict[str, int]) -> None:
+        """Else this is not raised everywhere: others may be in a collective that this rank will not come to."""
+        found = []
+        for topic, left in (_BATCH, _LOSS):
+            furthest, rest = heard.pop(topic, 0), heard.pop(left, 0)
+            found.append((HIGHEST_VOTE - rest if rest else furthest, furthest))
+        (batch, later_batch), (loss, later_loss) = found
+        if batch != later_batch:
+            where = f"batch {batch}, and another in batch {later_batch}"
+        elif loss != later_loss:
+            where = f"{_in_words(loss)}, and another in {_in_words(later_loss)}, of batch {batch}"
+        else:
+            return
+        raise ConfigurationError(
+            f"DivergenceGuard: one rank is in {where}. All ranks must differentiate as many losses for each optimizer "
+            "step; where they do not, leave that guard out: guards=[PreemptionGuard()]"
+        )
 
     def _hear(self) -> None:
         if self.vote.cast_open:
             heard = self.vote.read()
-            self._require_same(heard.pop(_SAME[0], 0), HIGHEST_VOTE - heard.pop(_SAME[1], HIGHEST_VOTE))
+            self._require_same(heard)
             if self._heard:
                 self.note(heard)
             else:
@@ -168,6 +182,5 @@ class Voting:
 
 
 def _in_words(place: int) -> str:
-    batch, rest = divmod(place, 1 << 2 * _BITS)
-    step, loss = divmod(rest, 1 << _BITS)
-    return f"batch {batch}, loss {loss} for optimizer step {step + 1} of it"
+    step, loss = divmod(place, _STEP)
+    return f"loss {loss} for optimizer step {step + 1}"

@@ -6,16 +6,47 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import lightning_ft as ft
-from lightning_ft import exit_codes
+from lightning_ft import _leaving, exit_codes
 from tests.distributed.spawned import STEP
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.distributed
+
+
+def spawner(*codes: int) -> Any:
+    """A trainer whose ranks have ended with these codes."""
+    launcher: Any = object.__new__(_MultiProcessingLauncher)
+    launcher.procs = [SimpleNamespace(join=lambda: None, exitcode=code) for code in codes]
+    return SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
+
+
+@pytest.mark.parametrize("code", exit_codes.ALL)
+def test_every_code_of_ours_is_passed_on(code: int) -> None:
+    for exception in (ProcessExitedException("", 0, 0, code), KeyboardInterrupt()):
+        with pytest.raises(SystemExit) as left:
+            _leaving.leave_with_spawned(spawner(0, code), exception)
+        assert left.value.code == code
+
+
+def test_no_other_code_is() -> None:
+    for exception in (ProcessExitedException("", 0, 0, 1), ProcessRaisedException("", 0, 0), KeyboardInterrupt()):
+        _leaving.leave_with_spawned(spawner(0, 1), exception)
+    launched_by_others: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=None))
+    _leaving.leave_with_spawned(launched_by_others, KeyboardInterrupt())
+
+
+def test_all_are_all() -> None:
+    codes = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    assert set(exit_codes.ALL) == codes
 
 
 def ended(place: Path, strategy: str, way: str) -> tuple[int, str]:

@@ -128,6 +128,7 @@ def _take_place(watching: Watching, rank: int, path: str) -> None:
         with open(path) as file:
             place = json.load(file)
     watching.take_place({**place, "rank": rank}, listener)
+    watching.tell(rank, [1 - rank])  # which was on its way for long, and is not so any more
     until = time.monotonic() + 1  # until they have met
     while time.monotonic() < until:
         watching.page.cells[Cell.PROGRESS] += 1

@@ -182,6 +182,7 @@ def test_a_rank_whose_process_has_ended_is_named(jobs: list[Job], tmp_path: Path
     jobs += [zero, one]
     assert [zero.end(), one.end()] == [78, -signal.SIGKILL]
     assert "late: rank 1\n" in zero.errors
+    assert "not come" not in zero.errors
     assert "its process has ended" in zero.errors
 
 

@@ -178,7 +178,7 @@ def test_a_hang_on_another_host(two_hosts: list[str], what: str, late: int, tmp_
         hangs = what if number == late else "nothing"
         with logs[-1].open("w") as file:
             ranks.append(subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-m", "tests.hangs.host", str(tmp_path), hangs],
+                ["ip", "netns", "exec", name, sys.executable, "-m", "tests.hangs.host", str(tmp_path), hangs, "90"],
                 cwd=ROOT, env=environment_of(number), stdout=file, stderr=file,
             ))  # fmt: skip
     try:
@@ -195,6 +195,20 @@ def test_a_hang_on_another_host(two_hosts: list[str], what: str, late: int, tmp_
     assert ("stopped" if what == "it_is_stopped" else f"in {what}") in said[
         late if what != "it_is_stopped" else 1 - late
     ]
+
+
+@pytest.mark.needs("root", "ip")
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_host_that_does_not_come(two_hosts: list[str], absent: int, tmp_path: Path) -> None:
+    """Its cable is there, and nothing answers."""
+    here = 1 - absent
+    training = [sys.executable, "-m", "tests.hangs.host", str(tmp_path), "nothing", "8"]
+    done = subprocess.run(
+        ["ip", "netns", "exec", two_hosts[here], *training],
+        cwd=ROOT, env=environment_of(here), capture_output=True, text=True, check=False, timeout=WITHIN_SECS,
+    )  # fmt: skip
+    assert done.returncode == exit_codes.HUNG, done.stderr
+    assert f"late: rank {absent}: not come to the process group" in done.stderr
 
 
 @pytest.mark.needs("root", "ip")

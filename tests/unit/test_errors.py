@@ -88,3 +88,10 @@ def test_no_usable_checkpoint_names_every_file_and_reason() -> None:
     text = str(errors.NoUsableCheckpointError("/run", [("/run/a", "truncated"), ("/run/b", "missing")]))
     for part in ("/run/a: truncated", "/run/b: missing", "2 checkpoint"):
         assert part in text
+
+
+def test_a_lost_rank_is_named_as_far_as_it_is_known() -> None:
+    failed = errors.PeerLostError(3, "OSError: disk full")
+    assert (str(failed), failed.ranks, failed.code) == ("rank 3 failed: OSError: disk full", (3,), 79)
+    unknown = errors.PeerLostError(-1, "batch 7: no rank in particular", ())
+    assert (str(unknown), unknown.rank, unknown.ranks) == ("batch 7: no rank in particular", -1, ())
