@@ -185,5 +185,5 @@ def _asked_for() -> list[int]:
     text = os.environ.get(VARIABLE, "")
     try:
         return parse_batches(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{VARIABLE}={text!r}: must be numbers of batches, such as 17,20-22") from error
+    except ValueError:
+        raise ConfigurationError(f"{VARIABLE}={text!r}: must be numbers of batches, such as 17,20-22") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -212,6 +213,9 @@ class Preemption(Watch):
         """SLURM queues the job again, where that was asked for; signals mean what they meant before."""
         if self._leaves:
             self._leaves = False
+            if exit_code == INTERRUPTED:
+                atexit.unregister(_interrupt_ends_at_once)
+                atexit.register(_interrupt_ends_at_once)
             failed = exit_code == PREEMPTED_UNSAVED and self._request is not None and self._request.save is not None
             job = self._job_to_requeue()
             if job is not None and failed:
@@ -259,11 +263,16 @@ def _decoded(code: int) -> tuple[int, int]:
     return (code >> _RANK_BITS) & 0xFFFF, _LAST_RANK - (code & _LAST_RANK)
 
 
+def _interrupt_ends_at_once() -> None:
+    """At the exit of a process whose state is saved: Ctrl-C once more is no exception in whatever Python tidies up."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _warn_of_shared_store() -> None:
     """With torch 2.13 the workers of a restart find the addresses of the dead ones in the agent's store, and hang."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _log.warning(
-            "torchrun shares its store with its workers (TORCHELASTIC_USE_AGENT_STORE=True): after a worker is lost, "
-            "the restarted ones may hang in init_process_group with gloo. Start torchrun with "
+            "torchrun shares its store with its workers (TORCHELASTIC_USE_AGENT_STORE=True). Only if a worker is lost, "
+            "the restarted ones may hang in init_process_group with gloo; to rule that out, start torchrun with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend=c10d"
         )

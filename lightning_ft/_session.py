@@ -353,7 +353,9 @@ class Session:
             _surprises.warn_of_other_run(self._dirpath)
         local = self._settings.local
         often = self._settings.trigger if local is None or local.trigger == Trigger() else local.trigger
-        _surprises.say(self._trainer, self._tiers.first, often, self._settings.save_on_train_end)
+        _surprises.say(
+            self._trainer, self._tiers.first, often, self._settings.save_on_train_end, earlier=self._line.start > 1
+        )
 
     def batch_starts(self) -> None:
         """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss.

@@ -55,15 +55,25 @@ def refuse_older(path: str, dirpath: str, checkpoints: int) -> None:
 def warn_of_other_run(dirpath: str) -> None:
     """The user knows that `dirpath` has checkpoints of a run that this one does not continue. Ranks: zero."""
     _log.warning(
-        'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" '
-        "will no longer choose them once this run has saved",
+        'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" will no '
+        "longer choose them once this run has saved. If they were to be continued: stop this run, remove what it has "
+        'saved (lightning-ft list %s), and start with trainer.fit(..., ckpt_path="last")',
+        dirpath,
         dirpath,
     )
 
 
-def say(trainer: pl.Trainer, dirpath: str, trigger: Trigger, save_on_train_end: bool) -> None:
-    """The user knows when the first save is due, and what of this run may not be as expected. Ranks: zero."""
-    announce_first_save(dirpath, trigger, _loops.progress(trainer))
+def say(trainer: pl.Trainer, dirpath: str, trigger: Trigger, save_on_train_end: bool, *, earlier: bool) -> None:
+    """The user knows when the first save is due, and what of this run may not be as expected. Ranks: zero.
+
+    Args:
+        trainer: The trainer.
+        dirpath: Where the first save goes.
+        trigger: When.
+        save_on_train_end: Whether the end is saved.
+        earlier: Whether there were earlier starts, whose figures decide when to save with ``"auto"``.
+    """
+    announce_first_save(dirpath, trigger, _loops.progress(trainer), earlier=earlier)
     warn_of_iterator(trainer)
     warn_of_rare_saves(trainer, trigger, save_on_train_end=save_on_train_end)
 
@@ -98,7 +108,7 @@ def warn_of_rare_saves(trainer: pl.Trainer, trigger: Trigger, *, save_on_train_e
         )
 
 
-def announce_first_save(dirpath: str, trigger: Trigger, progress: Progress) -> None:
+def announce_first_save(dirpath: str, trigger: Trigger, progress: Progress, *, earlier: bool) -> None:
     """The user sees where checkpoints will be and when to look for the first of this start. Ranks: zero."""
     due = []
     if (steps := trigger.every_n_train_steps) is not None:
@@ -106,7 +116,8 @@ def announce_first_save(dirpath: str, trigger: Trigger, progress: Progress) -> N
     if (epochs := trigger.every_n_epochs) is not None:
         due.append(f"after {(progress.epochs // epochs + 1) * epochs} epochs")
     if trigger.train_time_interval is not None:
-        due.append(f"{trigger.train_time_interval} from now")
+        due.append(f"{_words.duration(trigger.train_time_interval.total_seconds())} from now")
     if trigger.auto:
-        due.append(f"{_words.duration(_interval.LEAST_SECS)} from now, or as earlier starts say")
+        costs = ", or later if that is best by what saves have cost in earlier starts" if earlier else ""
+        due.append(f"{_words.duration(_interval.LEAST_SECS)} from now{costs}")
     rank_zero_info(f"checkpoints are saved to {dirpath}: the first one {' or '.join(due)}")

@@ -597,6 +597,8 @@ def test_warned_of_it_trains_on_and_saves_nothing_that_is_not_finite(
     with runs.recorded() as seen:
         _, trainer, error = d.fit(tmp_path, ft.DivergenceGuard(action="warn"), d.Net(BAD))
     assert error is None
+    refused = [r for r in caplog.records if "no checkpoint is saved after step" in r.getMessage()]
+    assert [record.levelno for record in refused] == [logging.WARNING]
     assert trainer.global_step == 2 * d.BATCHES
     assert all(is_finite(info.path) for info in ft.list_checkpoints(tmp_path))
     assert sum("training goes on" in r.getMessage() for r in caplog.records) == 6  # of 12 bad steps
@@ -671,8 +673,9 @@ def test_what_was_left_out_on_request_is_left_out_by_later_starts(
 
 def test_the_variable_must_hold_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "the third")
-    with pytest.raises(ft.ConfigurationError, match=VARIABLE):
+    with pytest.raises(ft.ConfigurationError, match=VARIABLE) as caught:
         d.fit(tmp_path, None, d.Net())
+    assert caught.value.__suppress_context__  # the sentence is all there is to know
 
 
 def test_the_last_batch_of_an_epoch_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
