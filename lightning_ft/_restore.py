@@ -18,9 +18,8 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ft import _callbacks, _compare, _loops, _merge, _metrics, _rng, _takeover, events, state
+from lightning_ft import _callbacks, _compare, _console, _loops, _merge, _metrics, _rng, _takeover, events, state
 from lightning_ft._before import Before
 from lightning_ft._compare import RestoreReport
 from lightning_ft._dist import Ranks
@@ -275,7 +274,7 @@ class Restore:
             if self._ranks.is_zero:
                 _log.warning("%s", self.report.render())
         else:
-            rank_zero_info(self.report.render())  # beside Lightning's own lines on the subject, which are shown
+            _console.tell(self.report.render())
         events.emit(events.Resumed(path, self._trainer.global_step))
 
     def say_if_nothing_ran(self) -> None:

@@ -6,9 +6,8 @@ import logging
 import re
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ft import _interval, _loops, _names, _words
+from lightning_ft import _console, _interval, _loops, _names, _words
 from lightning_ft._weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.state import Progress
@@ -120,4 +119,4 @@ def announce_first_save(dirpath: str, trigger: Trigger, progress: Progress, *, e
     if trigger.auto:
         costs = ", or later if that is best by what saves have cost in earlier starts" if earlier else ""
         due.append(f"{_words.duration(_interval.LEAST_SECS)} from now{costs}")
-    rank_zero_info(f"checkpoints are saved to {dirpath}: the first one {' or '.join(due)}")
+    _console.tell(f"checkpoints are saved to {dirpath}: the first one {' or '.join(due)}")

@@ -18,7 +18,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _hang, _leaving, _loops, _names
+from lightning_ft import (
+    _callbacks,
+    _choose,
+    _console,
+    _drilled,
+    _durability,
+    _guarding,
+    _hang,
+    _leaving,
+    _loops,
+    _names,
+)
 from lightning_ft._ballot import WITHIN
 from lightning_ft._dist import Ranks, raised_everywhere
 from lightning_ft._early import Early
@@ -39,6 +50,7 @@ from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger
 
 _log = logging.getLogger(__name__)
+_console.install()
 
 
 class FaultTolerantCheckpoint(ModelCheckpoint):

@@ -266,8 +266,9 @@ def test_l4_nothing_to_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert report.levelno == logging.INFO
     run_id = next(m.run_id for m in manifests(tmp_path).values())
     assert re.fullmatch(
-        rf"start 2 of run {run_id[:8]}: restored from {tmp_path}/step=00000004\.ckpt, saved [0-9]+ s ago: training "
-        r"goes on with step 5 \(epoch 0, batch 5\); the last start had come to step 5, so 1 step is trained again",
+        rf"lightning_ft: start 2 of run {run_id[:8]}: restored from {tmp_path}/step=00000004\.ckpt, saved [0-9]+ s "
+        r"ago: training goes on with step 5 \(epoch 0, batch 5\); the last start had come to step 5, so 1 step is "
+        r"trained again",
         report.message,
     )
 
