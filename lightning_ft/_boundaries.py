@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning_ft import _loops, events
 from lightning_ft._dist import Ranks
 from lightning_ft._due import Due
-from lightning_ft._ending import Ending
+from lightning_ft._ending import Ending, last_words
 from lightning_ft._pace import Pace
 from lightning_ft._saves import Saves
 from lightning_ft._settings import Settings
@@ -80,6 +80,7 @@ class Boundaries:
         """Whether no restart will train what is left of the epoch at the last boundary."""
         self.stopped_early = False
         """Whether an `EarlyStopping` had decided, before the fit was asked to end, that the run is over."""
+        self._refused = 0  # saves, in a row
         self._undo: list[Callable[[], None]] = []
 
     def close(self) -> None:
@@ -163,7 +164,15 @@ class Boundaries:
         if refusal is not None:
             events.emit(events.SaveSkipped(self._tiers.first, progress.step, refusal))
             self.due.postpone(reason)
+            self._refused += 1
+            if self._ranks.is_zero and _is_worth_a_line(self._refused):
+                _log.warning(
+                    "no checkpoint is saved after step %d, since %s: it is tried again after each step; what was "
+                    "saved before stays (refused %d times in a row)",
+                    progress.step, refusal, self._refused,
+                )  # fmt: skip
             return
+        self._refused = 0
         self._saves.make(reason, boundary, progress, self._run_id(), ends=self.stopped_within_epoch, upload=upload)
 
     def leave_validation(self) -> None:
@@ -201,8 +210,15 @@ class Boundaries:
             self._plugin.reports_failures = True
         self._watches.phase("end")
         self.ask_now(progress)
-        watches = self._watches
-        self._ending.leave(saved=self._saves.has(progress), last=watches.leave, stays=watches.stays)
+        saved, newest = self._saves.has(progress), self._saves.newest(progress)
+
+        def last(code: int | None) -> None:
+            if code is not None:
+                self._watches.leave(code)
+            if self._ranks.is_zero:
+                _log.warning("%s", last_words(code, newest, saved=saved))
+
+        self._ending.leave(saved=saved, last=last, stays=self._watches.stays)
 
     def ask_now(self, progress: Progress) -> bool:
         """Whether the fit ends here, where nothing is left to be saved. Blocks on: all ranks."""
@@ -219,3 +235,8 @@ class Boundaries:
             self._save("train_end", "epoch", progress)
             self._saves.settle("training ends without it")
         self._saves.tell_of_commits()
+
+
+def _is_worth_a_line(count: int) -> bool:
+    """The first of many refusals in a row, and seldom more."""
+    return count == 1 or (count >= 64 and count & (count - 1) == 0)

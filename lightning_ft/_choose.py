@@ -46,11 +46,11 @@ def choose_for_all(
     """
 
     def decide(ask: Ask) -> tuple[str | None, bool]:
-        verifying = sharing.verifying(ask, fetched.verify)
+        verifying = fetched.noting(sharing.verifying(ask, fetched.verify))
         return choose(dirpath, depth, storage_options, local, verifying, give_up_after)
 
     def decide_without_local(ask: Ask) -> tuple[str | None, bool]:
-        verifying = sharing.verifying(ask, fetched.verify)
+        verifying = fetched.noting(sharing.verifying(ask, fetched.verify))
         return _without_local(str(path), blind, dirpath, depth, storage_options, verifying, give_up_after)
 
     path, ours = ranks.decide_with_help(decide, sharing.help_with)

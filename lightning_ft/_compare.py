@@ -21,6 +21,12 @@ class RestoreReport:
     """What a restart restored and what not, in words; complete before the first step."""
 
     path: str
+    start: str = ""
+    """Which start this is, and from what; empty if it is not known."""
+    again: str = ""
+    """What is done again; empty if nothing is, as far as is known."""
+    position: str = ""
+    """Where it goes on; empty if it is not known."""
     restored: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """What the run has and the checkpoint has not."""
@@ -42,7 +48,9 @@ class RestoreReport:
 
     def render(self) -> str:
         """The report as lines for a log."""
-        lines = [f"restored from {self.path}: {', '.join(self.restored)}"]
+        lines = [
+            f"{self.start or f'restored from {self.path}'}: {self.position or ', '.join(self.restored)}{self.again}"
+        ]
         lines += self.differences + [f"note: {n}" for n in self.noted]
         return "\n  ".join(lines)
 

@@ -164,6 +164,12 @@ def parse_batches(text: str) -> list[int]:
     return sorted(numbers)
 
 
+def batches_in_words(numbers: Iterable[int]) -> str:
+    """``batch 17``, ``batches 17,20-22``."""
+    numbers = set(numbers)
+    return f"batch{'es' if len(numbers) > 1 else ''} {ranges(numbers)}"
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """What `parse_batches` reads, as short as can be."""
     parts: list[list[int]] = []

@@ -23,10 +23,11 @@ from torch import Tensor
 from lightning_ft import _emergency, _last_finite, _left_out, _loops, _rollback
 from lightning_ft._copies import is_streamed
 from lightning_ft._dist import everywhere
-from lightning_ft._divergence import Badness, Course, Judge, Move, is_worth_a_line, ranges, step_of_batch
+from lightning_ft._divergence import Badness, Course, Judge, Move, batches_in_words, is_worth_a_line, step_of_batch
 from lightning_ft._late_losses import LateLosses, Seen
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft.errors import ConfigurationError, DivergenceError
+from lightning_ft.exit_codes import DIVERGED
 from lightning_ft.guards.divergence import DivergenceGuard
 from lightning_ft.state import Progress
 
@@ -126,7 +127,8 @@ class DivergenceWatch(Watch):
         automatic = trainer.lightning_module.automatic_optimization
         window = trainer.accumulate_grad_batches if automatic else 1
         step = step_of_batch(number, in_epoch, window, trainer.num_training_batches)
-        return Seen(number, in_epoch, step, kind, tuple(self._fit.loaders.batch_indices()))
+        indices = tuple(self._fit.loaders.batch_indices())
+        return Seen(number, in_epoch, step, kind, indices, epoch=trainer.current_epoch)
 
     def _judged(self, seen: Seen) -> Badness:
         found = self._judge.judge(seen.value, seen.kind)
@@ -203,8 +205,11 @@ class DivergenceWatch(Watch):
                 Move.WARN: "training goes on", Move.LEAVE_OUT: "the step is left out",
                 Move.TOLERATE: "the step was taken",
             }[move]  # fmt: skip
-            limit = "" if move == Move.WARN else f" ({self._course.in_a_row} in a row, patience={self._guard.patience})"
-            _log.warning("%s: %s%s; the %d. time", _in_words(reports), what, limit, self._bad_steps)
+            limit = "" if move == Move.WARN else f"{self._course.in_a_row} in a row, patience={self._guard.patience}, "
+            _log.warning(
+                "%s: %s (%sbad step number %d of this start); %s",
+                _in_words(reports), what, limit, self._bad_steps, _indices_in_words(reports),
+            )  # fmt: skip
 
     def _reports(self) -> list[list[tuple[Seen, str]]]:
         """Every rank's bad losses since the last good step. Ranks: all."""
@@ -232,7 +237,7 @@ class DivergenceWatch(Watch):
             if not finite:
                 culprits = list(self._last_step)
                 words += "; its weights were not finite to begin with"
-                words += f", since the step of batches {ranges(culprits)}" if culprits else ""
+                words += f", since the step of {batches_in_words(culprits)}" if culprits else ""
         self._leave(move, words, reports, first, culprits, suspect_from)
 
     def _leave(
@@ -252,9 +257,10 @@ class DivergenceWatch(Watch):
             if fit.ranks.is_zero:
                 _last_finite.remove(fit, found.poisoned)
                 _log.error(
-                    "%s: training goes back to %s (rollback %d of %d)%s",
+                    "%s: training goes back to %s (rollback %d of %d)%s; %s",
                     words, found.path, self._course.rollbacks, self._guard.max_rollbacks,
-                    f", without batches {ranges(leave_out)}" if leave_out else ", and trains the same batches again",
+                    f", without {batches_in_words(leave_out)}" if leave_out else ", and trains the same batches again",
+                    _indices_in_words(reports),
                 )  # fmt: skip
             raise _rollback.GoBack(found.path, leave_out)
         if move == Move.ROLL_BACK:
@@ -273,7 +279,7 @@ class DivergenceWatch(Watch):
         if not any(fit.ranks.all_gather(bool(broken))):
             return
         culprits = list(self._step_at_hand)
-        words = f"weights are not finite after the last step of the run (batches {ranges(culprits)})"
+        words = f"weights are not finite after the last step of the run ({batches_in_words(culprits)})"
         if self._guard.action == "warn":
             self._poisoned = True
             if fit.ranks.is_zero:
@@ -303,11 +309,13 @@ class DivergenceWatch(Watch):
         if emergency and fit.ranks.is_zero:
             _last_finite.remove(fit, found.poisoned)
         fit.ranks.all_gather(None)  # nobody leaves before rank 0 has written and removed: launchers kill what is left
+        leave_out = fit.left_out.to_ask_for(culprits, found.batch)
         message = (
-            f"{words}. The run ends at step {step}, on all ranks. "
+            f"{words}. The run ends at step {step}, on all ranks, with exit code {DIVERGED}. "
             + (f"Restart from {found.path}" if found.path else "There is no finite checkpoint to restart from")
-            + f". If nothing is changed it diverges again; {_left_out.VARIABLE}={ranges(culprits)} leaves that out"
+            + f". If nothing is changed it diverges again; {_left_out.VARIABLE}={leave_out} leaves that out"
             + (f". To look into: the state as it is now, {emergency}" if emergency else "")
+            + f"; {_indices_in_words(reports)}"
         )
         if fit.ranks.is_zero:
             _log.error("%s", message)
@@ -378,8 +386,12 @@ def _in_words(reports: Sequence[Sequence[tuple[Seen, str]]]) -> str:
             continue
         seen, words = report[-1]
         more = f", and {len(report) - 1} before it" if len(report) > 1 else ""
-        parts.append(
-            f"rank {rank}: {words} in batch {seen.batch} (batch {seen.in_epoch - 1} of its epoch, "
-            f"{_left_out.words(list(seen.indices))}){more}"
-        )
+        parts.append(f"rank {rank}: {words} in {_left_out.place(seen.batch, seen.epoch, seen.in_epoch - 1)}{more}")
     return "; ".join(parts) or "a loss was bad"
+
+
+def _indices_in_words(reports: Sequence[Sequence[tuple[Seen, str]]]) -> str:
+    """For the end of a line: on what each rank had its last bad loss."""
+    last = {rank: report[-1][0] for rank, report in enumerate(reports) if report}
+    named = len(reports) > 1
+    return "; ".join((f"rank {rank}: " if named else "") + _left_out.words(seen.indices) for rank, seen in last.items())

@@ -75,7 +75,7 @@ class Early:
             return error
         lost = lost_peer(error, peers)
         if lost is not None:
-            _log.error("rank %d ends, since %s", dist.get_rank(), lost)
+            _log.error("%s", _peers.last_words(dist.get_rank(), lost))
             return lost
         _log.error("rank %d failed before its fit began: %s", dist.get_rank(), _words.error(error), exc_info=error)
         peers.tell(_words.error(error))

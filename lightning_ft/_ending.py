@@ -48,16 +48,21 @@ class Ending:
         """The fit goes on from an older checkpoint, where nothing had asked for its end."""
         self.request = None
 
-    def leave(self, *, saved: bool, last: Callable[[int], None], stays: Callable[[], None]) -> None:
+    def leave(self, *, saved: bool, last: Callable[[int | None], None], stays: Callable[[], None]) -> None:
         """Once Lightning has torn down the fit, the process ends with the code that was asked for, if one was.
 
         Args:
             saved: Whether the state at the end is on disk.
-            last: Called with the code as the very last thing.
+            last: Called with the code as the very last thing; with None at once, if a request ends the fit alone.
             stays: Called if the process does not end.
         """
-        if self.request is not None:
-            _leaving.leave_after_fit(self._trainer, self.request.code_when(saved=saved), last, stays)
+        if self.request is None:
+            return
+        code = self.request.code_when(saved=saved)
+        if code is None:
+            last(code)
+        else:
+            _leaving.leave_after_fit(self._trainer, code, last, stays)
 
     @property
     def is_no_fault(self) -> bool:
@@ -65,3 +70,18 @@ class Ending:
         if self.finished:
             return is_no_fault(SystemExit(self.request.exit_code if self.request is not None else 0))
         return self.error is not None and is_no_fault(self.error)
+
+
+def last_words(code: int | None, newest: str, *, saved: bool) -> str:
+    """What there is, and what to do now: the last line of a fit that was asked to end.
+
+    Args:
+        code: With which the process ends; None: it goes on.
+        newest: The newest durable checkpoint; empty if there is none.
+        saved: Whether it has the state at the end.
+    """
+    if not newest:
+        what = "nothing is saved yet"
+    else:
+        what = f"saved {newest}" if saved else f"nothing newer than {newest} is saved"
+    return f"{what}. " + ("" if code is None else f"Exit code {code}: ") + "start the same command again to go on"

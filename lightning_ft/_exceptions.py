@@ -106,7 +106,7 @@ class Exceptions:
         if lost is None:
             self._say(error)
         else:
-            _log.error("rank %d ends, since %s", self._ranks.rank, lost)
+            _log.error("%s", _peers.last_words(self._ranks.rank, lost))
         if self._ranks.world_size > 1:
             if not is_everywhere(error):
                 self._leave_the_others(error, lost)

@@ -6,18 +6,33 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from lightning_ft import _names, discovery
-from lightning_ft.discovery import Depth
+from lightning_ft.discovery import Depth, Verifying
 from lightning_ft.manifest import CheckpointInfo
 
 
 class Fetched:
     """Verifies candidates for a restart, and keeps the bytes of the good one of a store until they are taken.
 
+    Attributes:
+        damaged: Those that were read and are not what was written.
+
     Ranks: zero. Memory: none; one file without a name in the system's temporary directory (`Storage.open_verified`).
     """
 
     def __init__(self) -> None:
         self._kept: tuple[str, BinaryIO] | None = None
+        self.damaged: list[CheckpointInfo] = []
+
+    def noting(self, verifying: Verifying) -> Verifying:
+        """As `verifying`; what that finds damaged is known here, too."""
+
+        def verify(path: str, depth: Depth, storage_options: Mapping[str, Any] | None) -> CheckpointInfo:
+            info = verifying(path, depth, storage_options)
+            if info.problem is not None and info.manifest is not None:
+                self.damaged.append(info)
+            return info
+
+        return verify
 
     def verify(self, path: str, depth: Depth, storage_options: Mapping[str, Any] | None) -> CheckpointInfo:
         """What `discovery.verify` says of `path`."""

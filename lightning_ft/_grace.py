@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_ft import _words
 from lightning_ft.errors import ConfigurationError
 
 ENVIRONMENT = "LIGHTNING_FT_GRACE_SECS"
@@ -103,7 +104,10 @@ class Budget:
     def __str__(self) -> str:
         takes = "nothing is known of how long a save takes"
         if self.expected_secs is not None:
-            takes = f"a save takes about {self.expected_secs:.1f} s"
+            takes = f"a save takes about {_words.duration(self.expected_secs)}"
         if self.left_secs is None:
             return takes
-        return f"{takes}, {max(0.0, self.left_secs):.1f} of {self.grace_secs:.0f} s are left"
+        grace = f"the grace period of {_words.duration(self.grace_secs or 0.0)}"
+        if self.left_secs <= 0:
+            return f"{takes}, {grace} is over"
+        return f"{takes}, {_words.duration(self.left_secs)} are left of {grace}"

@@ -146,7 +146,6 @@ class HangWatch(Watch):
         self._fit = fit
         self._armed = arm(guard)
         self._cells = self._armed.cells
-        self._batch = 0
         self._meet()
         # Lightning's own `ModelCheckpoint` saves, too.
         self._undo: list[Callable[[], None]] = [
@@ -175,7 +174,7 @@ class HangWatch(Watch):
 
     def open(self) -> None:
         progress = _loops.progress(self._fit.trainer)
-        self._batch = progress.batch
+        self._cells[Cell.POSITION] = 2 * progress.batch
         self._cells[Cell.STEPS] = progress.step
 
     def close(self) -> None:
@@ -205,7 +204,6 @@ class HangWatch(Watch):
 
     def ballot(self) -> dict[str, int]:
         cells = self._cells
-        cells[_POSITION] = 2 * self._batch
         if cells[_PHASE] != _STARTUP:
             cells[_PHASE] = _STEP
         return _NO_VOTES
@@ -218,7 +216,8 @@ class HangWatch(Watch):
 
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         cells = self._cells
-        self._batch = progress.batch
+        # Here, and not where the ballot is cast: with a `DivergenceGuard` that is behind the loss.
+        cells[_POSITION] = 2 * progress.batch
         cells[_STEPS] = progress.step
         cells[_PHASE] = _BETWEEN if progress.last_batch else _STEP
         cells[_PROGRESS] += 1

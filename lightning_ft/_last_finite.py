@@ -60,6 +60,8 @@ class Found:
 
     path: str
     """The newest finite checkpoint, verified; empty if there is none."""
+    batch: int = 0
+    """How many batches are done there."""
     poisoned: tuple[str, ...] = ()
     """Newer ones, in which weights are not finite: they were read."""
 
@@ -83,6 +85,7 @@ def find(fit: Fit, before: int, suspect_from: int | None) -> Found:
         verified = discovery.verify(path, "full", options)
         if verified.problem is not None:
             _log.warning("passed over %s: %s", path, verified.problem)
+            fit.tiers.note_damaged([verified])
             return False
         if suspect_from is not None and batch >= suspect_from and not _is_finite(path, trained, options):
             _log.warning("passed over %s: it holds weights that are not finite", path)
@@ -95,13 +98,13 @@ def find(fit: Fit, before: int, suspect_from: int | None) -> Found:
         for info in candidates(fit.tiers.infos(), line, before):
             assert info.manifest is not None
             if (local_too or not fit.tiers.is_local(info.path)) and usable(info.path, info.manifest.batch, poisoned):
-                return Found(info.path, tuple(poisoned))
+                return Found(info.path, info.manifest.batch, tuple(poisoned))
         # Of another directory or run, but what this line began from.
         if line.from_path and line.from_path not in poisoned and line.from_batch < before:
             ours = discovery.verify(line.from_path, "listed", options).manifest is not None
             if ours and usable(line.from_path, line.from_batch, []):
-                return Found(line.from_path, tuple(poisoned))
-        return Found("", tuple(poisoned))
+                return Found(line.from_path, line.from_batch, tuple(poisoned))
+        return Found("", poisoned=tuple(poisoned))
 
     found = fit.ranks.decide(lambda: choose(True))
     if found.path and fit.tiers.is_local(found.path) and not all(fit.ranks.all_gather(Storage().exists(found.path))):

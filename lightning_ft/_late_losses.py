@@ -39,6 +39,8 @@ class Seen:
     indices: tuple[Any, ...]
     """Per loader, the indices that its batch was made of."""
     value: float = 0.0
+    epoch: int = 0
+    """From 0 on, as Lightning counts."""
 
 
 class LateLosses:

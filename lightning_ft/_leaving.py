@@ -52,10 +52,8 @@ class _Left(SystemExit):
             self._stays()
 
 
-def leave_after_fit(
-    trainer: pl.Trainer, code: int | None, last: Callable[[int], None], stays: Callable[[], None]
-) -> None:
-    """`trainer.fit`, which has ended its training, does not return: the process ends with `code`, if that is one.
+def leave_after_fit(trainer: pl.Trainer, code: int, last: Callable[[int], None], stays: Callable[[], None]) -> None:
+    """`trainer.fit`, which has ended its training, does not return: the process ends with `code`.
 
     Unless it still fails: then that error goes its way.
 
@@ -65,8 +63,6 @@ def leave_after_fit(
         last: Called with the code when everything is torn down, on all ranks.
         stays: Called if the process does not end after all, as somebody has caught its `SystemExit`.
     """
-    if code is None:
-        return
     undo: list[Callable[[], None]] = []
 
     def forget() -> None:

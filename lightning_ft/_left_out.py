@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +25,9 @@ from lightning_ft._loaders import TrackedLoaders
 from lightning_ft.errors import ConfigurationError, FaultToleranceError
 
 _log = logging.getLogger(__name__)
+
+_SHOWN = 8
+"""So many indices of a batch are in a line of the log; exceptions and emergency checkpoints have all."""
 
 VARIABLE = "LIGHTNING_FT_SKIP_BATCHES"
 """Environment variable with the numbers of batches to leave out: ``17,20-22``. That of rank 0 counts."""
@@ -46,6 +49,8 @@ class LeftOut:
         self._leaving_out = False
         self._asked = frozenset(ranks.decide(_asked_for))
         self._batches = set(self._asked)
+        self._added = set[int]()
+        self._from_batch = 0  # batches done where this fit has begun, or gone back to
 
     def install(self) -> Callable[[], None]:
         """They are left out, until the returned function is called."""
@@ -96,13 +101,14 @@ class LeftOut:
             epoch_loop._batches_that_stepped -= 1  # which `on_advance_end` is about to add
         if self._ranks.is_zero:
             _log.warning(
-                "batch %d (epoch %d, batch %d of it) is left out: %s",
-                number, self._trainer.current_epoch, epoch_loop.batch_idx, words(self._loaders.batch_indices()),
+                "%s is left out: %s",
+                place(number, self._trainer.current_epoch, epoch_loop.batch_idx), words(self._loaders.batch_indices()),
             )  # fmt: skip
 
     def add(self, batches: Iterable[int]) -> None:
-        """These will not be trained, either."""
-        self._batches.update(batches)
+        """These will not be trained, either, from whichever checkpoint this fit goes on."""
+        self._added.update(batches)
+        self._batches |= self._added
 
     def among(self, batches: Iterable[int]) -> bool:
         """Whether all of `batches` are left out."""
@@ -112,8 +118,18 @@ class LeftOut:
         """For a checkpoint: plain data."""
         return sorted(self._batches)
 
+    def to_ask_for(self, batches: Iterable[int], after: int | None = None) -> str:
+        """For `VARIABLE`: what a restart has to be given, to leave out `batches` and what this fit has left out.
+
+        Args:
+            batches: More of them.
+            after: How many batches are done in the checkpoint that it starts from; None: it is one of this fit.
+        """
+        after = self._from_batch if after is None else after
+        return ranges({number for number in self._batches.union(batches) if number > after})
+
     def restore(self, batches: Iterable[int], done: int, *, other_ranks: bool) -> None:
-        """As the run that was saved, and what is asked for now.
+        """As the run that was saved, what is asked for now, and what this fit has added before it went back to that.
 
         Args:
             batches: Of `state`.
@@ -127,7 +143,8 @@ class LeftOut:
                 "batches %s are not left out: with another number of ranks these numbers mean other samples",
                 ranges(lost),
             )
-        self._batches |= self._asked
+        self._batches |= self._asked | self._added
+        self._from_batch = done
 
     def say_how(self, error: BaseException) -> None:
         """After an error within a batch, the log says which it was, and how a restart can do without it. Local."""
@@ -138,22 +155,35 @@ class LeftOut:
             return
         number = batches.total.ready
         _log.error(
-            "rank %d: %s in batch %d (epoch %d, batch %d of it; %s). A restart begins at the last checkpoint and "
-            "trains this batch again; to leave it out, start with %s=%s",
-            self._ranks.rank, type(error).__name__, number, self._trainer.current_epoch, batches.current.ready - 1,
-            words(self._loaders.batch_indices()), VARIABLE, ranges({number, *self._asked}),
+            "rank %d: %s in %s. A restart begins at the last checkpoint and trains this batch again; to leave it out, "
+            "start with %s=%s; %s",
+            self._ranks.rank, type(error).__name__,
+            place(number, self._trainer.current_epoch, batches.current.ready - 1),
+            VARIABLE, self.to_ask_for([number]), words(self._loaders.batch_indices()),
         )  # fmt: skip
 
 
-def words(indices: list[Any]) -> str:
-    """The indices of a batch, for the log: one entry per loader, None where nobody knows them."""
-    known = [str(each) if len(str(each)) <= 200 else f"{str(each)[:200]}..." for each in indices if each is not None]
+def place(number: int, epoch: int, batch_idx: int) -> str:
+    """Which batch it is, for the log: its number in the run, which `VARIABLE` takes; and as Lightning counts."""
+    return f"batch {number} (epoch {epoch}, batch_idx {batch_idx})"
+
+
+def words(indices: Sequence[Any]) -> str:
+    """The indices of a batch, for the end of a line: one entry per loader, None where nobody knows them."""
+    known = [_shortened(each) for each in indices if each is not None]
     return "indices " + "; ".join(known) if known else "indices unknown"
+
+
+def _shortened(indices: Any) -> str:
+    if isinstance(indices, (list, tuple)) and len(indices) > _SHOWN:
+        first = ", ".join(map(str, indices[:_SHOWN]))
+        return f"[{first}, and {len(indices) - _SHOWN} more]"
+    return str(indices)
 
 
 def _asked_for() -> list[int]:
     text = os.environ.get(VARIABLE, "")
     try:
         return parse_batches(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{VARIABLE}={text!r}: must be numbers of batches, such as 17,20-22") from error
+    except ValueError:
+        raise ConfigurationError(f"{VARIABLE}={text!r}: must be numbers of batches, such as 17,20-22") from None

@@ -74,7 +74,7 @@ class DirectoryLock:
                     raise DirectoryInUseError(
                         f"{self.dirpath} is in use by {holder}: it writes checkpoints there;"
                         " end it, or use another directory"
-                    ) from error
+                    ) from None
                 if error.errno not in _NOT_LOCKABLE:
                     raise
                 # Refusing to train on such a mount would be worse than trusting that one job runs there.

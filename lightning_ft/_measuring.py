@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lightning.pytorch.utilities import rank_zero_info
-
-from lightning_ft import _names, events
+from lightning_ft import _console, _names, events
 from lightning_ft._pace import Past
 from lightning_ft._timeline import read
 from lightning_ft._watch import Fit, Watch
@@ -76,7 +74,7 @@ class Measuring(Watch):
     def ballot(self) -> dict[str, int]:
         news = self._pace.news()
         if news is not None:
-            rank_zero_info(news)
+            _console.tell(news)
         return {}
 
     def close(self) -> None:

@@ -148,9 +148,9 @@ class Pace:
         }
         given = interval_secs < advice.interval_secs
         why = ", and train_time_interval is shorter" if given else limits.get(advice.limited_by, "")
+        best = f": the best interval is {_words.duration(advice.optimum_secs)}{why}" if why else ""
         return (
             f"a checkpoint is saved every {_words.duration(interval_secs)} from now on: each stops training for "
-            f"{_words.duration(advice.cost_secs)} and is durable after {_words.duration(durable_secs)}, a failure is "
-            f"expected every {_words.duration(advice.failure_secs)} ({failures} so far): the best interval is "
-            f"{_words.duration(advice.optimum_secs)}{why}"
+            f"{_words.duration(advice.cost_secs)} and is durable after {_words.duration(durable_secs)}; failures "
+            f"are assumed to come every {_words.duration(advice.failure_secs)} ({failures} so far){best}"
         )

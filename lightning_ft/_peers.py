@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 ANSWERS_SECS = 3.0
 """Within this time a rank that is alive answers. Its listener does nothing else."""
+SAYS_SECS = 2.0
+"""Within this time the main thread of a peer has begun to leave; else what was heard is said for it."""
 LEAVES_SECS = 20.0
 """Within this time the main thread of a peer has left whatever it was doing, or the process is ended."""
 
@@ -232,9 +234,12 @@ class Peers:
 
     def _end(self) -> None:
         """The main thread is freed from collectives, and ends the fit, or the process is ended."""
-        _log.error("rank %d has heard that %s", self._rank, self._lost)
         let_go()
-        if self._out.wait(LEAVES_SECS):
+        says_secs = min(SAYS_SECS, LEAVES_SECS / 4)
+        if self._out.wait(says_secs):
+            return  # and says so itself
+        _log.error("rank %d has heard that %s", self._rank, self._lost)
+        if self._out.wait(LEAVES_SECS - says_secs):
             return
         _log.error("rank %d is still busy after %g s, and its process is ended; it is here:", self._rank, LEAVES_SECS)
         faulthandler.dump_traceback(sys.__stderr__ or 2)
@@ -248,6 +253,11 @@ class Peers:
 def lost(failure: RankFailure) -> PeerLostError:
     """What this rank ends with when that has happened to another."""
     return failure if isinstance(failure, PeerLostError) else PeerLostError(failure.rank, failure.message)
+
+
+def last_words(rank: int, failure: PeerLostError) -> str:
+    """The last line of a rank that ends, since another one has failed."""
+    return f"rank {rank} ends, since {failure}. Exit code {PEER_LOST}: start the same command again to go on"
 
 
 def _lines() -> tuple[Store, Store] | None:

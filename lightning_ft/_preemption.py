@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from functools import partial
 
 import lightning.pytorch as pl
 
-from lightning_ft import _grace, _loader_workers, _loops, _names, _own_signals, _signals, _slurm, events
+from lightning_ft import _grace, _loader_workers, _loops, _names, _own_signals, _signals, _slurm, _words, events
 from lightning_ft._save_now import SaveNow
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft.errors import CheckpointError
@@ -24,6 +25,7 @@ from lightning_ft.storage import Storage
 _log = logging.getLogger(__name__)
 
 _AT_ONCE_SECS = 3.0  # for a write in flight, after a second Ctrl-C: whoever types that does not want to wait
+_NOTABLE_SECS = 1.0
 _RANK_BITS = 24
 _LAST_RANK = (1 << _RANK_BITS) - 1
 
@@ -163,11 +165,13 @@ class Preemption(Watch):
         elapsed_secs = age_secs + time.monotonic() - self._voted_at
         # One clock and one memory of earlier saves decide for all.
         budget = self._fit.ranks.decide(lambda: self._budget(elapsed_secs))
+        if elapsed_secs >= _NOTABLE_SECS:
+            what = f"{what}, {_words.age(elapsed_secs)} ago"
         if budget.allows_save:
-            self._say(f"{what} {elapsed_secs:.1f} s ago: saving and stopping after step {step} ({budget})")
+            self._say(f"{what}: saving and stopping after step {step} ({budget})")
             return save
         self._say(
-            f"{what} {elapsed_secs:.1f} s ago: stopping after step {step} without a new save, which would not be over "
+            f"{what}: stopping after step {step} without a new save, which would not be over "
             f"in time ({budget}, says {self._grace_from}); the last checkpoint is kept"
         )
         return Request(what, save=None, exit_code=PREEMPTED_UNSAVED)
@@ -209,6 +213,9 @@ class Preemption(Watch):
         """SLURM queues the job again, where that was asked for; signals do nothing until the process has ended."""
         if self._leaves:
             self._leaves = False
+            if exit_code == INTERRUPTED:
+                atexit.unregister(_interrupt_ends_at_once)
+                atexit.register(_interrupt_ends_at_once)
             failed = exit_code == PREEMPTED_UNSAVED and self._request is not None and self._request.save is not None
             job = self._job_to_requeue()
             if job is not None and failed:
@@ -262,11 +269,16 @@ def _decoded(code: int) -> tuple[int, int]:
     return (code >> _RANK_BITS) & 0xFFFF, _LAST_RANK - (code & _LAST_RANK)
 
 
+def _interrupt_ends_at_once() -> None:
+    """At the exit of a process whose state is saved: Ctrl-C once more is no exception in whatever Python tidies up."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _warn_of_shared_store() -> None:
     """With torch 2.13 the workers of a restart find the addresses of the dead ones in the agent's store, and hang."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _log.warning(
-            "torchrun shares its store with its workers (TORCHELASTIC_USE_AGENT_STORE=True): after a worker is lost, "
-            "the restarted ones may hang in init_process_group with gloo. Start torchrun with "
+            "torchrun shares its store with its workers (TORCHELASTIC_USE_AGENT_STORE=True). Only if a worker is lost, "
+            "the restarted ones may hang in init_process_group with gloo; to rule that out, start torchrun with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend=c10d"
         )

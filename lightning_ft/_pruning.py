@@ -68,6 +68,8 @@ def plan_pruning(
     reasons = dict(selection.passed_over)
     starts = _starts.read(storage, dirpath) if storage.exists(join(dirpath, STARTS_NAME)) else _starts.Starts()
     given_up = frozenset(starts.given_up(starts.limit))
+    known = {info.path: "found damaged by the run" for info in infos if _is(info, frozenset(starts.damaged))}
+    reasons = {**known, **reasons}
     infos = [
         info if _is(info, given_up) else replace(info, problem=info.problem or reasons.get(info.path)) for info in infos
     ]

@@ -18,9 +18,8 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ft import _callbacks, _compare, _loops, _merge, _metrics, _rng, _takeover, events, state
+from lightning_ft import _callbacks, _compare, _console, _loops, _merge, _metrics, _rng, _takeover, events, state
 from lightning_ft._before import Before
 from lightning_ft._compare import RestoreReport
 from lightning_ft._dist import Ranks
@@ -240,6 +239,8 @@ class Restore:
             self.report.noted += self._loaders.count_batches()
         self._restore_random_state(of_rank)
         self.report.restored += ["random state", "data position", "metrics"]
+        step, batch = saved["step"] + 1, saved["batch"] + 1
+        self.report.position = f"training goes on with step {step} (epoch {trainer.current_epoch}, batch {batch})"
         self._say()
 
     def _restore_random_state(self, of_rank: _takeover.RankState) -> None:
@@ -273,7 +274,7 @@ class Restore:
             if self._ranks.is_zero:
                 _log.warning("%s", self.report.render())
         else:
-            rank_zero_info(self.report.render())  # beside Lightning's own lines on the subject, which are shown
+            _console.tell(self.report.render())
         events.emit(events.Resumed(path, self._trainer.global_step))
 
     def say_if_nothing_ran(self) -> None:

@@ -56,7 +56,7 @@ class Saves:
         self._news = news
         self._tell = told
         self._saved_batch = self._uploaded_batch = -1
-        self._saved_path = ""
+        self._saved_path = self._durable_path = ""
         self._saved_at = time.monotonic()
         self.at_hand: tuple[str, str] | None = None
         """Reason and boundary of the save that is being made; None if that is somebody else's."""
@@ -71,6 +71,17 @@ class Saves:
     def has(self, progress: Progress) -> bool:
         """Whether a save of this state was made, and has not failed as far as the ranks have heard."""
         return progress.batch == self._saved_batch
+
+    def newest(self, progress: Progress) -> str:
+        """The checkpoint with this state, or else the newest that is known to be durable; empty if there is none.
+
+        Ranks: zero knows it.
+        """
+        return self._saved_path if self.has(progress) else self._durable_path
+
+    def start_from(self, path: str) -> None:
+        """The fit goes on from the checkpoint `path`."""
+        self._durable_path = path
 
     def start_clock(self) -> None:
         """Training begins, as far as `train_time_interval` is concerned."""
@@ -163,6 +174,7 @@ class Saves:
     def go_back(self, path: str) -> None:
         """Training goes on from the checkpoint `path`, as if nothing had been saved since."""
         self._saved_batch = self._uploaded_batch = -1
+        self.start_from(path)
         self._tiers.pin(path)
 
     def _late(self) -> Late | None:
@@ -212,5 +224,6 @@ class Saves:
         for committed in durable:
             self._news.log_metrics(self._tiers.figures(committed))
         if durable:  # of several the newest: the others may have been rotated away
-            self._tell(max(reversed(durable), key=lambda committed: committed.step).path)
+            self._durable_path = max(reversed(durable), key=lambda committed: committed.step).path
+            self._tell(self._durable_path)
         self._news.pass_on()

@@ -7,7 +7,7 @@ fit can reach into the next. Everything here runs in the main thread, on all ran
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_ft import (
     _loops,
     _names,
     _parallel_writes,
+    _resumption,
     _rng,
     _surprises,
     events,
@@ -45,7 +46,9 @@ from lightning_ft._tiers import Tiers
 from lightning_ft._validation import Validation
 from lightning_ft._watch import Fit
 from lightning_ft._written_by import saves_replicated, saves_sharded
+from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.plugin import FaultTolerantCheckpointIO
+from lightning_ft.storage import Storage
 
 
 class Session:
@@ -63,6 +66,7 @@ class Session:
         told: Called on all ranks with the path of a checkpoint that has become durable (rank 0 alone knows of one).
         chosen: What ``ckpt_path="last"`` chose, if it was asked.
         continues: Id of the run that an earlier fit of this trainer has left in memory; empty if there was none.
+        damaged: What was found damaged on the way to `chosen`; known on rank 0.
 
     Raises:
         ConfigurationError: The directory cannot be written.
@@ -79,6 +83,7 @@ class Session:
         told: Callable[[str], None],
         chosen: str,
         continues: str,
+        damaged: Sequence[CheckpointInfo] = (),
     ) -> None:
         self._trainer = trainer
         self._tree = ModuleTree(trainer.lightning_module)
@@ -93,6 +98,8 @@ class Session:
         start, self._new_run_id = self._tiers.open(ranks)
         with ExitStack() as unless_made:  # nobody closes a session that was never made
             unless_made.callback(self._tiers.close)
+            if ranks.is_zero:
+                self._tiers.note_damaged(damaged)
             self._continues = continues
             self._line = Line(continues or self._new_run_id, start)
             self._seed = os.environ.get("PL_GLOBAL_SEED")
@@ -213,7 +220,11 @@ class Session:
             self._trainer, checkpoint, path, self._ranks, self._data_rank, self._loaders, self._settings.strict
         )
         path, saved = _names.normalise(path), checkpoint.get(KEY)
+        goes_back = self._line.going_back
         continues = self._line.begin(saved, path, self._new_run_id, lambda: self._is_newest(saved or {}, path))
+        if saved is not None and self._ranks.is_zero and not goes_back:
+            self._tell_start(saved, path, continues=continues)
+        self._saves.start_from(path)
         if saved is None:
             return
         _emergency.require_not_one(saved, path, strict=self._settings.strict)
@@ -226,6 +237,16 @@ class Session:
         if continues and self._ranks.is_zero and self._tiers.is_local(path):
             # Its upload was cut off, or was not due: a machine that is lost later must not take it along.
             self._tiers.upload(path, self.run_id)
+
+    def _tell_start(self, saved: dict[str, Any], path: str, *, continues: bool) -> None:
+        """The report of the restart begins with what this start is. Ranks: zero. Blocks on: reading small files."""
+        assert self._restore is not None
+        storage = Storage(self._plugin.storage_options if self._plugin is not None else None)
+        read_from = Storage() if self._tiers.is_local(path) else storage
+        report = self._restore.report
+        report.start = _resumption.of_start(self._line.start, self.run_id, path, _resumption.age_secs(path, read_from))
+        if continues:
+            report.again = _resumption.of_steps(saved["step"], _resumption.last_step(self._dirpath, storage))
 
     def _is_newest(self, saved: dict[str, Any], path: str) -> bool:
         """Whether `path` is of this directory, and the newest good one (what "last" passed over was not good)."""
@@ -339,7 +360,7 @@ class Session:
         _callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
         if self._line.start > 1 and self._restore is None and not self._continues:
             _surprises.warn_of_other_run(self._dirpath)
-        _surprises.say(self._trainer, self._dirpath, self._settings)
+        _surprises.say(self._trainer, self._dirpath, self._settings, earlier=self._line.start > 1)
 
     def batch_starts(self) -> None:
         """The batch is about to be trained. This rank's vote is cast, unless a watch waits for the loss.

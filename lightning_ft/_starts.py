@@ -1,4 +1,7 @@
-"""How often a run was started from a checkpoint without having saved a newer one: a small file beside the checkpoints.
+"""What a run has learnt of its checkpoints: a small file beside them.
+
+How often it was started from one without having saved a newer one; and which were read and found damaged, which their
+manifests do not tell.
 
 A checkpoint that can be loaded, and crashes the run a little later, would catch a job that restarts by itself for ever.
 So a start is counted before the checkpoint is loaded, and the count is taken back when a newer checkpoint is durable,
@@ -17,6 +20,7 @@ from typing import Any
 from lightning_ft._names import STARTS_NAME, join
 from lightning_ft.errors import ConfigurationError, DirectoryInUseError, RestoreError
 from lightning_ft.exit_codes import ASKED_TO_END
+from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -39,10 +43,12 @@ class Starts:
     Attributes:
         limit: After so many starts the checkpoint before is taken.
         counts: By generation of the checkpoint.
+        damaged: The names of those that were found damaged, by generation.
     """
 
     limit: int = 0
     counts: Mapping[str, Count] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, data: bytes) -> Starts:
@@ -56,14 +62,18 @@ class Starts:
             raise ValueError(f"format {read.get('format')!r} is not known" if isinstance(read, dict) else "no object")
         try:
             counts = {str(key): Count(str(of["name"]), int(of["starts"])) for key, of in read["starts"].items()}
-            return cls(int(read["limit"]), counts)
+            damaged = {str(key): str(name) for key, name in read.get("damaged", {}).items()}
+            return cls(int(read["limit"]), counts, damaged)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def to_bytes(self) -> bytes:
         """As it is on disk."""
         counts = {key: {"name": count.name, "starts": count.starts} for key, count in self.counts.items()}
-        return json.dumps({"format": _FORMAT, "limit": self.limit, "starts": counts}, indent=1).encode() + b"\n"
+        said = {"format": _FORMAT, "limit": self.limit, "starts": counts}
+        if self.damaged:
+            said["damaged"] = dict(self.damaged)
+        return json.dumps(said, indent=1).encode() + b"\n"
 
     def begun(self, generation: str, name: str) -> Starts:
         """One more start from a checkpoint."""
@@ -87,7 +97,11 @@ class Starts:
     def among(self, names: Iterable[str]) -> Starts:
         """Those of checkpoints that are still there."""
         present = frozenset(names)
-        return replace(self, counts={key: of for key, of in self.counts.items() if of.name in present})
+        return replace(
+            self,
+            counts={key: of for key, of in self.counts.items() if of.name in present},
+            damaged={key: name for key, name in self.damaged.items() if name in present},
+        )
 
     def given_up(self, limit: int | None) -> dict[str, int]:
         """Of each checkpoint from which nothing is to be started any more, the number of starts; by generation."""
@@ -145,8 +159,10 @@ class StartCounter:
                 known = self._starts.counts.get(generation, count)
                 most = known if known.starts >= count.starts else count
                 self._starts = replace(self._starts, counts={**self._starts.counts, generation: most})
+            if found is not None:
+                self._starts = replace(self._starts, damaged={**self._starts.damaged, **found.damaged})
         if self._limit is None:
-            self._change(Starts())
+            self._change(replace(self._starts.among(names), counts={}))
         else:
             self._change(self._starts.among(names))
 
@@ -155,11 +171,24 @@ class StartCounter:
         """Generations of the checkpoints from which nothing is to be started any more. Thread: any."""
         return frozenset(self._starts.given_up(self._limit))
 
+    @property
+    def damaged(self) -> frozenset[str]:
+        """Generations of the checkpoints that were found damaged. Thread: any."""
+        return frozenset(self._starts.damaged)
+
+    def note_damaged(self, infos: Iterable[CheckpointInfo]) -> None:
+        """These were read, and are not what was written. Thread: main. On disk after: that they are not."""
+        found = {info.manifest.generation: info.name for info in infos if info.manifest is not None}
+        self._change(replace(self._starts, damaged={**self._starts.damaged, **found}))
+
     def begin(self, generation: str, name: str) -> None:
         """The fit starts from a checkpoint, which was not loaded yet. Thread: main. On disk after: the count."""
+        sound = {key: name for key, name in self._starts.damaged.items() if key != generation}  # it was, a while ago
+        starts = replace(self._starts, damaged=sound)
         if self._limit is not None:
             self._generation = generation
-            self._change(self._starts.begun(generation, name))
+            starts = starts.begun(generation, name)
+        self._change(starts)
 
     def take_back(self) -> None:
         """The fit ends, or has ended, and the checkpoint is not to blame; may be repeated. Thread: main."""
@@ -177,16 +206,17 @@ class StartCounter:
     def forget(self, names: Iterable[str]) -> None:
         """These checkpoints were deleted. Thread: writer."""
         gone = frozenset(names)
-        self._change(self._starts.among(of.name for of in self._starts.counts.values() if of.name not in gone))
+        known = {*(of.name for of in self._starts.counts.values()), *self._starts.damaged.values()}
+        self._change(self._starts.among(known - gone))
 
     def _change(self, starts: Starts) -> None:
         """The files say `starts`, or are gone if that is nothing."""
-        if starts.counts == self._starts.counts and starts.limit == self._starts.limit:
+        if starts == self._starts:
             return
         self._starts = starts
         for dirpath, storage in self._directories.items():
             path = join(dirpath, STARTS_NAME)
-            if starts.counts:
+            if starts.counts or starts.damaged:
                 self._tried(path, lambda: storage.replace(path, starts.to_bytes()))  # noqa: B023 - called at once
             else:
                 self._tried(path, lambda: _removed(storage, path))  # noqa: B023 - called at once

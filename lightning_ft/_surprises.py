@@ -6,9 +6,8 @@ import logging
 import re
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ft import _interval, _loops, _names, _words
+from lightning_ft import _console, _interval, _loops, _names, _words
 from lightning_ft._settings import Settings
 from lightning_ft._two_tiers import LocalTier
 from lightning_ft._weights_only import not_weights_only
@@ -57,15 +56,24 @@ def refuse_older(path: str, dirpath: str, checkpoints: int) -> None:
 def warn_of_other_run(dirpath: str) -> None:
     """The user knows that `dirpath` has checkpoints of a run that this one does not continue. Ranks: zero."""
     _log.warning(
-        'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" '
-        "will no longer choose them once this run has saved",
+        'a new run starts in %s, which holds checkpoints of another: those are kept, and ckpt_path="last" will no '
+        "longer choose them once this run has saved. If they were to be continued: stop this run, remove what it has "
+        'saved (lightning-ft list %s), and start with trainer.fit(..., ckpt_path="last")',
+        dirpath,
         dirpath,
     )
 
 
-def say(trainer: pl.Trainer, dirpath: str, settings: Settings) -> None:
-    """The user knows when the first save is due, and what of this run may not be as expected. Ranks: zero."""
-    announce_first_save(dirpath, settings.trigger, settings.local, _loops.progress(trainer))
+def say(trainer: pl.Trainer, dirpath: str, settings: Settings, *, earlier: bool) -> None:
+    """The user knows when the first save is due, and what of this run may not be as expected. Ranks: zero.
+
+    Args:
+        trainer: The trainer.
+        dirpath: The directory of the run.
+        settings: What the user asked for.
+        earlier: Whether there were earlier starts, whose figures decide when to save with ``"auto"``.
+    """
+    announce_first_save(dirpath, settings.trigger, settings.local, _loops.progress(trainer), earlier=earlier)
     warn_of_iterator(trainer)
     local = settings.local
     often = settings.trigger if local is None or local.trigger == Trigger() else local.trigger
@@ -102,20 +110,22 @@ def warn_of_rare_saves(trainer: pl.Trainer, trigger: Trigger, *, save_on_train_e
         )
 
 
-def announce_first_save(dirpath: str, trigger: Trigger, local: LocalTier | None, progress: Progress) -> None:
+def announce_first_save(
+    dirpath: str, trigger: Trigger, local: LocalTier | None, progress: Progress, *, earlier: bool
+) -> None:
     """The user sees where checkpoints will be and when to look for the first of this start. Ranks: zero."""
-    first = _first_due(trigger, progress)
+    first = _first_due(trigger, progress, earlier=earlier)
     if local is None:
         where = f"{dirpath}: the first one {first}"
     elif local.trigger == Trigger():
         where = f"{local.dirpath}, and from there to {dirpath}: the first one {first}"
     else:
-        where = f"{local.dirpath}: the first one {_first_due(local.trigger, progress)} or {first}"
+        where = f"{local.dirpath}: the first one {_first_due(local.trigger, progress, earlier=earlier)} or {first}"
         where += f"; and from there to {dirpath}: the first one {first}"
-    rank_zero_info(f"checkpoints are saved to {where}")
+    _console.tell(f"checkpoints are saved to {where}")
 
 
-def _first_due(trigger: Trigger, progress: Progress) -> str:
+def _first_due(trigger: Trigger, progress: Progress, *, earlier: bool) -> str:
     due = []
     if (steps := trigger.every_n_train_steps) is not None:
         due.append(f"after step {(progress.step // steps + 1) * steps}")
@@ -125,7 +135,8 @@ def _first_due(trigger: Trigger, progress: Progress) -> str:
     interval = trigger.train_time_interval
     if trigger.auto:
         secs = _interval.LEAST_SECS if interval is None else min(_interval.LEAST_SECS, interval.total_seconds())
-        due.append(f"{_words.duration(secs)} from now, or as earlier starts say")
+        costs = ", or later if that is best by what saves have cost in earlier starts" if earlier else ""
+        due.append(f"{_words.duration(secs)} from now{costs}")
     elif interval is not None:
-        due.append(f"{interval} from now")
+        due.append(f"{_words.duration(interval.total_seconds())} from now")
     return " or ".join(due)

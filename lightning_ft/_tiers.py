@@ -18,7 +18,7 @@ import contextlib
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -149,6 +149,11 @@ class Tiers:
         self._locks.append(lock)
         storage.remove_leftovers(dirpath)
 
+    def note_damaged(self, infos: Iterable[CheckpointInfo]) -> None:
+        """These were read, and are not what was written: rotations neither count nor delete them. Ranks: zero."""
+        if self._plugin is not None:
+            self.starts.note_damaged(info for info in infos if self.has(info.path))
+
     def start_from(self, path: str) -> None:
         """The fit is about to be started from `path`, which "last" has chosen. Ranks: zero."""
         if self._plugin is None or not self.has(path):
@@ -253,6 +258,7 @@ class Tiers:
             pinned=self._pins(self.dirpath),
             given_up=given_up,
             trust=self._trust,
+            damaged=self.starts.damaged,
         )
         if given_up:
             self.starts.forget(removed)
@@ -286,7 +292,7 @@ class Tiers:
         rotate(
             self.local.dirpath, newest, run_id, self.local.retention, None, manifest,
             pinned=(self._plugin.uploads.sources - done) | self._pins(self.local.dirpath),
-            given_up=self.starts.given_up, trust=self._local_trust,
+            given_up=self.starts.given_up, trust=self._local_trust, damaged=self.starts.damaged,
         )  # fmt: skip
 
 

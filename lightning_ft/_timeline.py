@@ -213,17 +213,20 @@ def read(dirpath: str, storage: Storage) -> Timeline:
     Raises:
         OSError: They cannot be read.
     """
+    found = [read_start(path, storage) for path in files(dirpath, storage)]
+    return of_newest_run([start for start in found if start is not None])
+
+
+def files(dirpath: str, storage: Storage) -> list[str]:
+    """The event files in `dirpath`, by the time when their starts began. Raises OSError."""
     directory = join(normalise(dirpath), DIRECTORY)
-    starts = []
-    for name in sorted(storage.listdir(directory)):
-        if not name.endswith(SUFFIX):
-            continue
-        path = join(directory, name)
-        with storage.open_read(path) as file:
-            start = start_of_lines(path, io.BytesIO(file.read()))
-        if start is not None:
-            starts.append(start)
-    return of_newest_run(starts)
+    return [join(directory, name) for name in sorted(storage.listdir(directory)) if name.endswith(SUFFIX)]
+
+
+def read_start(path: str, storage: Storage) -> Start | None:
+    """The start that the event file `path` tells of; None if it tells of none. Raises OSError."""
+    with storage.open_read(path) as file:
+        return start_of_lines(path, io.BytesIO(file.read()))
 
 
 def of_newest_run(starts: Sequence[Start]) -> Timeline:

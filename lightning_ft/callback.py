@@ -18,7 +18,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import _callbacks, _choose, _drilled, _durability, _guarding, _hang, _leaving, _loops, _names
+from lightning_ft import (
+    _callbacks,
+    _choose,
+    _console,
+    _drilled,
+    _durability,
+    _guarding,
+    _hang,
+    _leaving,
+    _loops,
+    _names,
+)
 from lightning_ft._ballot import WITHIN
 from lightning_ft._dist import Ranks, raised_everywhere
 from lightning_ft._early import Early
@@ -33,11 +44,13 @@ from lightning_ft._written_by import saves_sharded, saves_through_plugin
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
+from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger
 
 _log = logging.getLogger(__name__)
+_console.install()
 
 
 class FaultTolerantCheckpoint(ModelCheckpoint):
@@ -157,6 +170,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._early = Early()
         self._run_id = ""
         self._chosen = ""
+        self._damaged: tuple[CheckpointInfo, ...] = ()
         self._forget_choice: Callable[[], None] | None = None
         self._forget_names: Callable[[], None] | None = None
         self._stands_aside: Callable[[], None] | None = None
@@ -241,7 +255,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         self._session = Session(
             trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
-            self._run_id if fitted_before else "",
+            self._run_id if fitted_before else "", self._damaged,
         )  # fmt: skip
         self._early.close()
         _leaving.leave_spawned(trainer, partial(self.on_exception, trainer, pl_module))
@@ -302,7 +316,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._early.close()
         self._early = Early()
         self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
-        self._chosen = ""
+        self._chosen, self._damaged = "", ()
 
     # -- ckpt_path="last" ----------------------------------------------------------------------------------------
 
@@ -328,6 +342,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 self.settings.max_restarts_without_progress,
             )  # fmt: skip
             verified_here = ranks.is_zero or path in sharing.took_part_in
+            self._damaged = tuple(fetched.damaged)
             if plugin is not None and path is not None and ours and depth == "full" and verified_here:
                 plugin.mark_verified(path, fetched.take(path))
         finally:

@@ -344,7 +344,7 @@ class Tracker:
                 self.fetch(iterator)
             except StopIteration:
                 raise RestoreError(
-                    f"{self._name} ({name}) ended after {count - 1} batches on replay, and {total} "
+                    f"{self._name} ({name}) ended after {count - 1} batches of its epoch, fetched again, and {total} "
                     "had been trained: it does not repeat itself and keeps no state, so it cannot be resumed."
                 ) from None
             _headway.made()
@@ -357,8 +357,8 @@ class Tracker:
             )  # fmt: skip
         elif self._digest != state["digest"]:
             raise RestoreError(
-                f"{self._name} ({name}): batch {total} fetched again is not the batch {total} that "
-                "was trained. The loader does not repeat itself and keeps no state, so its position cannot be "
+                f"{self._name} ({name}): batch {total} of its epoch, fetched again, is not the one that was "
+                "trained. The loader does not repeat itself and keeps no state, so its position cannot be "
                 "restored. Give it state_dict/load_state_dict."
             )
         if state["exhausted"]:

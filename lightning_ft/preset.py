@@ -39,6 +39,11 @@ def fault_tolerance(
         trainer = L.Trainer(**ft.fault_tolerance("runs/1", callbacks=[EarlyStopping("val")]), max_epochs=10)
         trainer.fit(model, data, ckpt_path="last")
 
+    Other callbacks and plugins go in here, and not beside it: ``L.Trainer(**ft.fault_tolerance("runs/1"),
+    callbacks=[...])`` gives the trainer two lists of callbacks, a TypeError.
+
+    ``every_n_train_steps="auto"`` saves first after a minute; for a short run give a number.
+
     It saves as often as pays, reads back the size of every file, saves and stops on a signal (`PreemptionGuard`), stops
     before a loss that is not finite is learned from (`DivergenceGuard`), and ends a run that hangs (`HangGuard`).
     Signals are noted from now on: the earlier in a script this is called, the better.

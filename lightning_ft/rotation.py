@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +86,7 @@ def rotate(
     pinned: frozenset[str] = frozenset(),
     given_up: frozenset[str] = frozenset(),
     trust: Trust | None = None,
+    damaged: Collection[str] = (),
 ) -> list[str]:
     """`dirpath` holds what `policy` keeps of run `run_id`, judged from a fresh listing.
 
@@ -105,10 +106,11 @@ def rotate(
         pinned: Paths that are kept whatever the policy says.
         given_up: Generations that do not count, see `retention.plan`.
         trust: What was read of the directory so far, `newest` included.
+        damaged: Generations that were read before and found damaged, whatever their manifests say.
     """
     storage = Storage(storage_options)
     try:
-        infos = discovery.list_checkpoints(dirpath, storage_options)
+        infos = [_judged(info, damaged) for info in discovery.list_checkpoints(dirpath, storage_options)]
         if trust is not None:
             trust.read(committed)
             infos = trust.seen(infos, policy, run_id, given_up)
@@ -128,3 +130,9 @@ def rotate(
         else:
             removed.append(split(decision.path)[1])
     return removed
+
+
+def _judged(info: CheckpointInfo, damaged: Collection[str]) -> CheckpointInfo:
+    if info.problem is None and info.manifest is not None and info.manifest.generation in damaged:
+        return replace(info, problem="found damaged when it was read before")
+    return info

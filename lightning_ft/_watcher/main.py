@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning_ft._watcher.limits import Limits, Overdue, Vigil
 from lightning_ft._watcher.page import Page, Seen
 from lightning_ft._watcher.peers import Connection, connect
 from lightning_ft._watcher.process import IGNORED, RELEASE, Watched, workers_of
-from lightning_ft._watcher.report import Status, not_come, verdict
+from lightning_ft._watcher.report import Status, arranged, not_come, verdict, where
 
 ANSWER_SECS = 5.0
 """So long a rank that hangs waits for what the other ranks' watchers have to say."""
@@ -211,16 +212,15 @@ class Watcher:
     def _end_all(self, call: dict[str, Any]) -> None:
         """Every rank has said what it does, a save in flight is over, and this rank's process has ended."""
         leads = self._listener is not None or self._world_size == 1 or not self._connections
-        own = self._status()
-        self._statuses[self._rank] = own
         content = {"reason": call["reason"], "in_save": call["in_save"]}
         if leads:
             self._tell_all("ask", **content)
-        elif call["kind"] == "own":
-            self._tell_all("hung", status=own.to_message(), **content)
-        else:
-            self._tell_all("status", status=own.to_message())
+        own = self._status()
         stacks = "" if own.halted else self._watched.stacks(STACKS_SECS)
+        own = self._statuses[self._rank] = replace(own, where=where(stacks))
+        if not leads:
+            called = call["kind"] == "own"
+            self._tell_all("hung" if called else "status", status=own.to_message(), **(content if called else {}))
         if leads:
             self._until(lambda: len(self._statuses) == self._world_size, ANSWER_SECS)
             self._verdict = self._judge(call["reason"])
@@ -279,9 +279,9 @@ class Watcher:
         if self._watched.ended:
             return
         workers = workers_of(self._watched.pid)
-        how = self._watched.end(LEAVE_SECS)
+        how = self._watched.end(LEAVE_SECS, self._exit_code)
         self._tell_all("left")
-        self._say(f"rank {self._rank} (pid {self._watched.pid}): {how}")
+        self._say(f"rank {self._rank} (pid {self._watched.pid}): {how}. Start the same command again")
         deadline = time.monotonic() + WORKERS_SECS
         while any(worker.alive for worker in workers) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -291,7 +291,7 @@ class Watcher:
     def _stacks_in_words(self, stacks: str, state: str) -> str:
         whose = f"rank {self._rank} (pid {self._watched.pid})"
         return (
-            f"Python stacks of {whose}:\n{stacks}"
+            f"Python stacks of {whose}:\n{arranged(stacks)}"
             if stacks
             else f"no Python stacks of {whose}: {state or 'it has ended'}"
         )

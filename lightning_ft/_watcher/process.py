@@ -140,8 +140,8 @@ class Watched:
                 break  # the handler marks no end
         return size
 
-    def end(self, patience_secs: float) -> str:
-        """It has left, with its exit code if it could, and else by SIGKILL; returns what was done, in words.
+    def end(self, patience_secs: float, exit_code: int) -> str:
+        """It has left, with `exit_code`, which it knows, or else by SIGKILL; returns what was done, in words.
 
         Blocks on: it; after SIGKILL no longer than `patience_secs`, which a wait in the kernel may outlast.
         """
@@ -149,7 +149,7 @@ class Watched:
             os.write(self._exit_fd, b"x")
             self._send(signal.SIGCONT)
             if self.wait(patience_secs):
-                return "it has left with its exit code"
+                return f"it has left with exit code {exit_code}"
         self._send(signal.SIGKILL)
         if self.wait(patience_secs):
             return "it had to be killed (SIGKILL)"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 from lightning_ft._watcher.page import Phase
 from lightning_ft._watcher.process import DEBUGGED, STOPPED
+
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_STANDARD = re.compile(r"^<|/lib/python[0-9.]+/(?!site-packages/|dist-packages/)")
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class Status:
     ended: bool = False
     """Whether the process is gone already."""
     saving: bool = False
+    where: str = ""
+    """The line of Python that its main thread is at; empty if that is not known."""
 
     def to_message(self) -> dict[str, Any]:
         """As plain values."""
@@ -55,8 +63,9 @@ class Status:
             Phase.BETWEEN: "between epochs",
             Phase.SAVE: "waiting for a save",
         }[Phase(self.phase)]
+        at = f"at {self.where}, " if self.where else ""
         return (
-            f"rank {self.rank} ({self.host}, pid {self.pid}): {self.steps} steps completed, {doing}, "
+            f"rank {self.rank} ({self.host}, pid {self.pid}): {self.steps} steps completed, {doing}, {at}"
             f"not gone on for {self.still_secs:.1f} s; {self.state}"
         )
 
@@ -85,7 +94,8 @@ def verdict(reason: str, statuses: Sequence[Status], world_size: int) -> str:
     """The lines that every watcher prints."""
     names = late(statuses, world_size)
     seen = {status.rank for status in statuses}
-    lines = [reason]
+    held_up = [status for status in statuses if status.where and (world_size == 1 or status.rank in names)]
+    lines = ["; ".join([reason, *(f"rank {status.rank} is at {status.where}" for status in held_up[:1])])]
     if world_size > 1:
         if names:
             lines.append(_late(names))
@@ -104,3 +114,31 @@ def not_come(ranks: Sequence[int]) -> str:
 
 def _late(ranks: Sequence[int]) -> str:
     return f"late: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def arranged(stacks: str) -> str:
+    """The stacks that `faulthandler` has written: that of the main thread first, those of our own threads last."""
+    return "\n".join(sorted(_threads(stacks), key=lambda lines: (not _is_main(lines), _is_ours(lines))))
+
+
+def where(stacks: str) -> str:
+    """The line that the main thread is at, without what it calls of the standard library; empty if nothing tells."""
+    main = next((thread for thread in _threads(stacks) if _is_main(thread)), "")
+    frames = _FRAME.findall(main)
+    own = [frame for frame in frames if not _STANDARD.search(frame[0])] or frames
+    return "{}:{} in {}".format(*own[0]) if own else ""
+
+
+def _threads(stacks: str) -> list[str]:
+    """One text for each thread."""
+    return [thread.strip("\n") for thread in _THREAD.split(stacks) if thread.strip()]
+
+
+def _is_main(thread: str) -> bool:
+    """All others begin in `threading`."""
+    frames = _FRAME.findall(thread)
+    return bool(frames) and not (frames[-1][0].endswith("threading.py") and frames[-1][2].startswith("_bootstrap"))
+
+
+def _is_ours(thread: str) -> bool:
+    return any("lightning_ft" in PurePath(file).parts for file, _, _ in _FRAME.findall(thread))

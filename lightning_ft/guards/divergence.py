@@ -39,7 +39,9 @@ class DivergenceGuard:
         max_rollbacks: The run stops at the bad step after so many rollbacks, counted over all its starts.
         offending: What a rollback does with the batches that had the bad loss: ``"skip"`` leaves them out: they are
             fetched and not trained, and no scheduler or step counter moves, as if they were not in the data. Of a step
-            that accumulates several batches, all. ``"retry"`` trains them again.
+            that accumulates several batches, all. They stay left out, in later rollbacks and in restarts from
+            checkpoints saved since; killed before the next one is saved, the run finds them bad once more, and goes
+            back again. ``"retry"`` trains them again.
         spike_sigmas: A loss is bad that is more than so many standard deviations above the mean of the last
             `spike_window` losses of its rank, once half as many are known. 6, over 128 losses, is what OLMo-core's
             ``SkipStepOptimizer`` (``sigma_factor``, ``rolling_interval_length``) leaves steps out by. Going back to a

@@ -352,6 +352,50 @@ def test_it_equals_a_run_that_was_asked_to_leave_the_batches_out(
     assert ran[0].validated == asked[0].validated != {}
 
 
+@pytest.mark.parametrize("bad", [(6, 7), (6, 8), (5, 9, 11)])
+def test_batches_left_out_add_up_over_rollbacks_to_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...]
+) -> None:
+    every = {"every_n_train_steps": 4}
+    ran = d.fit(tmp_path / "back", BACK, d.Net(at=bad), ft_args=every)
+    assert ran[2] is None
+    assert all(is_finite(info.path) for info in ft.list_checkpoints(tmp_path / "back"))
+    assert ours(ft.last_good(tmp_path / "back").path)["left_out"] == sorted(bad)  # type: ignore[union-attr]
+    monkeypatch.setenv(VARIABLE, ",".join(map(str, bad)))
+    asked = d.fit(tmp_path / "asked", None, d.Net())
+    ends_alike(d.end_of(*ran[:2]), d.end_of(*asked[:2]))
+
+
+def test_what_was_left_out_is_so_after_a_restart_and_a_rollback_to_what_it_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = {"every_n_train_steps": 4}
+    often = ft.DivergenceGuard(action="rollback", max_rollbacks=4)  # over all starts
+    d.fit(tmp_path / "back", often, d.Net(at=(3, 7)), ft_args={"every_n_train_steps": 2}, max_steps=6)
+    ran = d.fit(tmp_path / "back", often, d.Net(at=(3, 7, 10, 11)), ft_args=every)  # two more before its first save
+    assert ran[2] is None
+    monkeypatch.setenv(VARIABLE, "3,7,10,11")
+    asked = d.fit(tmp_path / "asked", None, d.Net())
+    ends_alike(d.end_of(*ran[:2]), d.end_of(*asked[:2]))
+
+
+def test_at_its_end_a_run_says_all_that_a_restart_has_to_leave_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = {"every_n_train_steps": 4}
+    back = ft.DivergenceGuard(action="rollback", max_rollbacks=2)
+    _, _, error = d.fit(tmp_path, back, d.Net(at=(2, 6, 8, 9)), ft_args=every)
+    assert error is not None
+    assert "no finite checkpoint" in str(error)  # of batch 2
+    assert f"{VARIABLE}=2 " in str(error)
+    monkeypatch.setenv(VARIABLE, "2,16")
+    _, _, error = d.fit(tmp_path, back, d.Net(at=(6, 7, 9)), ft_args=every)
+    assert error is not None
+    assert f"{VARIABLE}=6-7,9,16 " in str(error)  # not 2: the checkpoint has it behind it
+    monkeypatch.setenv(VARIABLE, "6-7,9,16")
+    assert d.fit(tmp_path, back, d.Net(at=(6, 7, 9)), ft_args=every)[2] is None
+
+
 class Changing(d.Net):
     """Other data in every epoch."""
 
@@ -591,6 +635,8 @@ def test_warned_of_it_trains_on_and_saves_nothing_that_is_not_finite(
     with runs.recorded() as seen:
         _, trainer, error = d.fit(tmp_path, ft.DivergenceGuard(action="warn"), d.Net(BAD))
     assert error is None
+    refused = [r for r in caplog.records if "no checkpoint is saved after step" in r.getMessage()]
+    assert [record.levelno for record in refused] == [logging.WARNING]
     assert trainer.global_step == 2 * d.BATCHES
     assert all(is_finite(info.path) for info in ft.list_checkpoints(tmp_path))
     assert sum("training goes on" in r.getMessage() for r in caplog.records) == 6  # of 12 bad steps
@@ -665,8 +711,9 @@ def test_what_was_left_out_on_request_is_left_out_by_later_starts(
 
 def test_the_variable_must_hold_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "the third")
-    with pytest.raises(ft.ConfigurationError, match=VARIABLE):
+    with pytest.raises(ft.ConfigurationError, match=VARIABLE) as caught:
         d.fit(tmp_path, None, d.Net())
+    assert caught.value.__suppress_context__  # the sentence is all there is to know
 
 
 def test_the_last_batch_of_an_epoch_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

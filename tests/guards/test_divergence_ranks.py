@@ -43,7 +43,25 @@ def train(rank: Rank) -> dict[str, Any]:
         model, trainer, error = d.fit(rank.root / name, guard, d.Net(at=(BAD,), rank=1), **DDP)
         assert error is None
         found[name] = {**d.end_of(model, trainer), "trained": model.trained}
+    rare = {**DDP, "ft_args": {"every_n_train_steps": 3}}
+    model, trainer, error = d.fit(rank.root / "more", ft.DivergenceGuard(action="rollback"), Bad(4, 5, 6), **rare)
+    assert error is None
+    found["more"] = d.end_of(model, trainer)
+    os.environ[VARIABLE] = "4-6"
+    found["asked"] = d.end_of(*d.fit(rank.root / "asked", None, d.Net(), **rare)[:2])
+    del os.environ[VARIABLE]
     return found
+
+
+class Bad(d.Net):
+    """The first of these on rank 0, the others on rank 1."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__(at=at)
+
+    def is_bad(self, batch: Any) -> bool:
+        number = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        return super().is_bad(batch) and (number == self.at[0]) is (self.global_rank == 0)
 
 
 def test_j3_one_of_two_ranks_diverges(tmp_path: Path) -> None:
@@ -70,6 +88,9 @@ def test_j3_one_of_two_ranks_diverges(tmp_path: Path) -> None:
     assert back[0]["weights"]["net.0.weight"].equal(back[1]["weights"]["net.0.weight"])
     assert all(bool(torch.isfinite(w).all()) for w in back[0]["weights"].values())
     assert all(len(of_rank["trained"]) == 2 * BATCHES + 1 for of_rank in back)  # one batch twice, one for nothing
+    for of_rank in found:  # three that were bad, since one checkpoint
+        for name, value in of_rank["more"].items():
+            assert digest(value) == digest(of_rank["asked"][name]), name
     # Whatever is trained on, what is not finite takes no place in the rotation.
     assert not all(bool(torch.isfinite(w).all()) for w in found[0]["warn"]["weights"].values())
     assert [info.name for info in ft.list_checkpoints(tmp_path / "warn")] == [

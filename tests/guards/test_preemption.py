@@ -111,14 +111,21 @@ def manifest(dirpath: Path) -> Manifest:
     return found
 
 
+def last_line(caplog: pytest.LogCaptureFixture) -> str:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING][-1]
+
+
 # -- when ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_it_saves_after_the_step_and_leaves(tmp_path: Path, number: int) -> None:
+def test_it_saves_after_the_step_and_leaves(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
     model = stopped(tmp_path, At("on_train_batch_start", lambda: me(number), n=3))
     assert len(model.steps) == 3
     assert (manifest(tmp_path).step, manifest(tmp_path).reason) == (3, "stop")
+    assert f"{signal.Signals(number).name} on rank 0: saving and stopping after step 3 (" in caplog.text
+    saved = tmp_path / "step=00000003.ckpt"
+    assert last_line(caplog) == f"saved {saved}. Exit code 75: start the same command again to go on"
     rest = resumed(tmp_path)
     assert model.steps + rest.steps == uninterrupted(tmp_path).steps
 
@@ -259,6 +266,8 @@ def test_while_training_ends_without_a_save_of_its_end(tmp_path: Path, caplog: p
     )  # fmt: skip
     assert "training is over at step 4, and that state is not saved; the last checkpoint is kept" in caplog.text
     assert manifest(tmp_path).step == 3
+    kept = tmp_path / "step=00000003.ckpt"
+    assert last_line(caplog).startswith(f"nothing newer than {kept} is saved. Exit code 76: start the same")
     assert len(resumed(tmp_path, max_steps=4, ft_args={"save_on_train_end": False}).steps) == 1
 
 

@@ -108,6 +108,24 @@ def test_i1_signals_that_do_not_stop_until_it_has_ended_change_nothing(start: St
     assert f"saving and stopping after step {manifest.step} " in job.text
 
 
+CTRL_C_WHILE_IT_EXITS = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+from tests.guards import job
+job.main(job.options.parse_args())
+"""
+
+
+def test_j5_ctrl_c_once_more_while_the_process_exits_leaves_no_traceback(start: Start) -> None:
+    job = start(prefix=[sys.executable, "-c", CTRL_C_WHILE_IT_EXITS])
+    job.await_file("trains0")
+    job.process.send_signal(signal.SIGINT)
+    assert job.ended() in (-signal.SIGINT, 130), job.text
+    assert "Traceback" not in job.text
+    assert "KeyboardInterrupt" not in job.text
+    assert f"saved {newest(job.place).path}. Exit code 130: start the same command again to go on" in job.text
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_i1_a_signal_to_the_whole_group_with_loader_workers_and_an_exact_restart(start: Start, tmp_path: Path) -> None:

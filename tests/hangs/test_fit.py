@@ -35,6 +35,10 @@ def test_k3_a_hanging_step_ends_the_run_and_the_next_start_goes_on(tmp_path: Pat
     assert "no step was completed for 3." in said(tmp_path / "first")
     assert "5 steps completed, before the loss of batch 6" in said(tmp_path / "first")
     assert f"in {what}" in said(tmp_path / "first")
+    headline, _, rest = said(tmp_path / "first").partition("lightning_ft: hang: ")[2].partition("\n")
+    assert re.search(rf"; rank 0 is at \S*ways\.py:[0-9]+ in {what}$", headline)
+    first = rest.partition("Python stacks of rank 0")[2].split("0x")[1]
+    assert f"in {what}" in first
     # What was being written is there, if the interpreter was free to write it; nothing is saved for the hang.
     names = ["step=00000002.ckpt", "step=00000004.ckpt"]
     assert runs.names(dirpath) == names[: 2 if what == "the_lock_is_never_released" else len(runs.names(dirpath))]
@@ -218,7 +222,7 @@ from tests.trainer import scenarios as s
 first = not os.path.exists(sys.argv[2])
 hangs = first and os.environ["RANK"] == "1"
 guard = trainings.ft.HangGuard(step_timeout=trainings.secs(4), startup_timeout=trainings.secs(90))
-training = trainings.trainer(sys.argv[1], guard, 2)
+training = trainings.trainer(sys.argv[1], guard, devices=2)
 class Noting(trainings.Hanging):
     def on_train_batch_start(self, batch, batch_idx):
         if hangs and self.global_step == 5:

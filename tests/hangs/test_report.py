@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 from lightning_ft._watcher import peers
 from lightning_ft._watcher.page import Phase
-from lightning_ft._watcher.report import Status, late, verdict
+from lightning_ft._watcher.report import Status, arranged, late, verdict, where
 
 ZERO = Status(0, "a", 10, Phase.STEP, 5, 11, "sleeping in futex_do_wait", 30.0)
 ONE = replace(ZERO, rank=1, host="b", pid=20)
@@ -44,6 +45,41 @@ def test_what_is_said() -> None:
         "rank 1 (b, pid 20): 5 steps completed, before the loss of batch 6, not gone on for 30.0 s; stopped",
         "rank 2: its watcher does not answer",
     ]
+
+
+STACKS = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/site/lib/python3.11/site-packages/lightning_ft/_engine.py", line 12 in _run
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f02 [bar] (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f03 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/queue.py", line 171 in get
+  File "/home/me/train.py", line 7 in training_step
+  File "/site/lib/python3.11/site-packages/lightning_ft/_left_out.py", line 66 in advance_or_leave_out
+  File "/home/me/train.py", line 40 in <module>
+"""
+
+
+def test_the_main_thread_comes_first_and_ours_last() -> None:
+    order = re.findall("0x[0-9a-f]+", arranged(STACKS))
+    assert order == ["0x00007f03", "0x00007f02", "0x00007f01"]
+    assert sorted(arranged(STACKS).splitlines()) == sorted(line for line in STACKS.splitlines() if line)
+
+
+def test_where_the_main_thread_is() -> None:
+    assert where(STACKS) == "/home/me/train.py:7 in training_step"
+    only = 'Thread 0x01 (most recent call first):\n  File "/usr/lib/python3.11/queue.py", line 171 in get\n'
+    assert where(only) == "/usr/lib/python3.11/queue.py:171 in get"
+    assert where("") == where(STACKS.partition("Current")[0]) == ""
+    text = verdict("hang", [replace(ZERO, where="a.py:1 in f"), replace(ONE, position=10, where="b.py:2 in g")], 2)
+    assert text.splitlines()[0] == "hang; rank 1 is at b.py:2 in g"
+    assert "behind the loss of batch 6, at a.py:1 in f, not gone on" in text
+    assert verdict("hang", [replace(ZERO, where="a.py:1 in f")], 1).startswith("hang; rank 0 is at a.py:1 in f\n")
 
 
 def test_one_rank_alone_is_not_late() -> None:

@@ -74,9 +74,9 @@ def _say_into(path: Path) -> None:
     os.dup2(fd, 2)
 
 
-def trainer(dirpath: str, guard: ft.HangGuard, devices: int = 1, **kwargs: Any) -> L.Trainer:
+def trainer(dirpath: str, *guards: Any, devices: int = 1, **kwargs: Any) -> L.Trainer:
     L.seed_everything(1, verbose=False)
-    callback = ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=2, guards=[guard])
+    callback = ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=2, guards=guards)
     common = {**s.COMMON, "max_steps": 12, "max_epochs": -1, "callbacks": [callback]}
     if devices > 1:
         common |= {"strategy": "ddp", "devices": devices}
@@ -88,7 +88,8 @@ def hang(rank: Rank, dirpath: str, what: str, where: str = "train", hangs_on: in
     _say_into(rank.root / f"{rank.number}.stderr")
     guard = ft.HangGuard(step_timeout=secs(3), validation_timeout=secs(4), startup_timeout=secs(60))
     model = Hanging(what if rank.number == hangs_on else "nothing", where)
-    trainer(dirpath, guard, rank.world_size).fit(model, s.loader(shuffle=True), s.val_loader(), ckpt_path="last")
+    training = trainer(dirpath, guard, ft.DivergenceGuard(), devices=rank.world_size)
+    training.fit(model, s.loader(shuffle=True), s.val_loader(), ckpt_path="last")
     return model.trainer.global_step
 
 
@@ -126,10 +127,10 @@ def one_is_absent(rank: Rank, dirpath: str, absent: int) -> int:
     """A training to which one rank does not come, until the others have said all they know."""
     if rank.number == absent:
         others = [rank.root / f"{number}.stderr" for number in range(rank.world_size) if number != absent]
-        while not all(other.exists() and "it has left with its exit code" in other.read_text() for other in others):
+        while not all(other.exists() and "it has left with exit code 78" in other.read_text() for other in others):
             time.sleep(0.05)
         return absent
     _say_into(rank.root / f"{rank.number}.stderr")
     guard = ft.HangGuard(startup_timeout=secs(6))
-    trainer(dirpath, guard, rank.world_size).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
+    trainer(dirpath, guard, devices=rank.world_size).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
     return -1

@@ -22,6 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import lightning_ft as ft
 from lightning_ft import events
+from lightning_ft._names import STARTS_NAME
+from lightning_ft._pruning import plan_pruning
+from lightning_ft.retention import Retention
 from tests.trainer import runs
 from tests.trainer import scenarios as s
 from tests.trainer.runs import Line, fit, trainer
@@ -261,8 +264,13 @@ def test_l4_nothing_to_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert remembers.restored == {"n": 1}
     (report,) = [r for r in caplog.records if "restored from" in r.message]
     assert report.levelno == logging.INFO
-    for part in ("weights", "optimizers", "schedulers", "loops", "callbacks", "random state", "data position"):
-        assert part in report.message
+    run_id = next(m.run_id for m in manifests(tmp_path).values())
+    assert re.fullmatch(
+        rf"lightning_ft: start 2 of run {run_id[:8]}: restored from {tmp_path}/step=00000004\.ckpt, saved [0-9]+ s "
+        r"ago: training goes on with step 5 \(epoch 0, batch 5\); the last start had come to step 5, so 1 step is "
+        r"trained again",
+        report.message,
+    )
 
 
 def test_l4_plain_lightning_says_nothing(tmp_path: Path) -> None:
@@ -315,10 +323,10 @@ def test_n1_when_the_first_save_is_due(tmp_path: Path, caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, "lightning")
     rules = {"every_n_train_steps": 3, "train_time_interval": timedelta(hours=1)}
     fit(trainer(ours(tmp_path, **rules), max_steps=4))
-    assert f"checkpoints are saved to {tmp_path}: the first one after step 3 or 1:00:00 from now" in caplog.text
+    assert f"checkpoints are saved to {tmp_path}: the first one after step 3 or 60.0 min from now" in caplog.text
     caplog.clear()
     fit(trainer(ours(tmp_path, **rules, every_n_epochs=2)), ckpt_path="last")
-    assert "the first one after step 6 or after 2 epochs or 1:00:00 from now" in caplog.text
+    assert "the first one after step 6 or after 2 epochs or 60.0 min from now" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -405,6 +413,28 @@ def test_n2_passed_over_only_what_is_newer(tmp_path: Path, caplog: pytest.LogCap
     assert [Path(e.path).name for e in seen if isinstance(e, events.PassedOver)] == ["step=00000006.ckpt"]
     (resumed,) = [e for e in seen if isinstance(e, events.Resumed)]
     assert (Path(resumed.path).name, resumed.step) == ("step=00000004.ckpt", 4)
+
+
+def test_n2_a_damaged_one_takes_no_place_of_a_good_one_and_stays(tmp_path: Path) -> None:
+    """Neither in the process that has found it damaged nor in later ones, which do not read it again."""
+    runs.first_run(tmp_path, keep_last=3, max_steps=6)
+    damaged = tmp_path / "step=00000006.ckpt"
+    data = bytearray(damaged.read_bytes())
+    data[45] ^= 1  # nothing but reading all of it tells
+    damaged.write_bytes(data)
+    for steps in (8, 10, 16):
+        fit(trainer(ours(tmp_path, keep_last=3), max_steps=steps, max_epochs=-1), ckpt_path="last")
+        found = ft.list_checkpoints(str(tmp_path))
+        good = [info.path for info in found if ft.verify(info.path).problem is None]
+        assert len(good) == 3
+        assert len(found) == 4
+        assert damaged.exists()
+    pruned = plan_pruning(str(tmp_path), Retention(1), "size", None)
+    assert len(pruned.to_delete) == 2
+    assert str(damaged) not in pruned.to_delete
+    damaged.unlink()
+    fit(trainer(ours(tmp_path, keep_last=3), max_steps=18, max_epochs=-1), ckpt_path="last")
+    assert not (tmp_path / STARTS_NAME).exists()
 
 
 # -- N5: branches ------------------------------------------------------------------------------------------------

@@ -423,7 +423,7 @@ def test_other_samplers_are_refused() -> None:
 def test_a_stream_that_does_not_repeat_itself_is_refused() -> None:
     position = position_after(OnePass(), 4)
     twin = _resumed_at(OnePass(first=1), position)
-    with pytest.raises(RestoreError, match="batch 4 fetched again is not the batch 4 that was trained"):
+    with pytest.raises(RestoreError, match="batch 4 of its epoch, fetched again, is not the one that was trained"):
         next(iter(twin))
 
 

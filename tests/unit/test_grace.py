@@ -60,4 +60,5 @@ def test_a_save_takes_what_the_longest_of_the_last_few_took() -> None:
 def test_what_fits(grace: float | None, elapsed: float, expected: float | None, allowed: bool) -> None:
     budget = Budget(grace, elapsed, expected)
     assert budget.allows_save is allowed
-    assert ("are left" in str(budget)) is (grace is not None)
+    assert ("of the grace period of 30.0 s" in str(budget)) is (grace is not None and elapsed < grace)
+    assert ("the grace period of 30.0 s is over" in str(budget)) is (grace is not None and elapsed >= grace)

@@ -53,6 +53,7 @@ def test_another_process_is_named_and_its_death_frees_the_directory(tmp_path: Pa
         with pytest.raises(DirectoryInUseError, match=f"process {process.pid} on ") as caught:
             lock.acquire()
         assert str(tmp_path) in str(caught.value)
+        assert caught.value.__suppress_context__
         process.send_signal(signal.SIGKILL)
         process.wait()
     lock.acquire()

@@ -101,8 +101,9 @@ def test_the_log_hears_of_the_first_decision_and_of_notable_changes() -> None:
         said.append(pace.news())
     assert [news is not None for news in said] == [True, False, False, False, False, True, False]
     assert said[0] is not None
+    assert said[0].count("2.2 min") == 1
     assert "every 2.2 min from now on: each stops training for 100.0 ms and is durable after 1.0 s" in said[0]
-    assert "a failure is expected every 24.0 h (0 so far)" in said[0]
+    assert "failures are assumed to come every 24.0 h (0 so far)" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,10 @@ def chosen(dirpath: Path, **kwargs: Any) -> tuple[str | None, int]:
 @given(
     st.integers(1, 9),
     st.dictionaries(st.text("abcdef0123456789", min_size=1), st.tuples(st.text(min_size=1), st.integers(1, 99))),
+    st.dictionaries(st.text("abcdef0123456789", min_size=1), st.text(min_size=1)),
 )
-def test_the_file_is_what_was_written(limit: int, counts: dict[str, tuple[str, int]]) -> None:
-    starts = Starts(limit, {key: Count(*of) for key, of in counts.items()})
+def test_the_file_is_what_was_written(limit: int, counts: dict[str, tuple[str, int]], damaged: dict[str, str]) -> None:
+    starts = Starts(limit, {key: Count(*of) for key, of in counts.items()}, damaged)
     assert Starts.parse(starts.to_bytes()) == starts
 
 
