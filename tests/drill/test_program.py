@@ -35,13 +35,24 @@ def test_the_document_is_what_help_says(tmp_path: Path) -> None:
     answer = drill("--json", "--kill-at-step", "10", "--", sys.executable, VARIED, "plain", tmp_path / "users")
     assert answer.code == 0, answer.out
     document = answer.json
-    keys = ["command", "verdict", "drilled", "batches", "world_size", "validations", "trials", "not_covered"]
+    keys = [
+        "command",
+        "verdict",
+        "repeatable",
+        "drilled",
+        "batches",
+        "world_size",
+        "validations",
+        "trials",
+        "not_covered",
+    ]
     assert list(document) == keys
     (trial,) = document["trials"]
     resumed = trial["resumed_batch"]
     assert trial == {
         "kill_at": "10", "killed": True, "verdict": "PASS", "reason": "", "cause": "", "output": "",
         "resumed_batch": resumed, "durable_batch": resumed, "replayed": 10 - resumed,
+        "differ_from": "",
     }  # fmt: skip
     help_text = drill("--help").out
     assert all(key in help_text for key in (*keys[1:], *trial))
