@@ -47,8 +47,8 @@ Verdicts:
   LOST WORK          so it is, but a durable checkpoint was not continued from
   SILENT DIVERGENCE  the restart went on with other numbers; headed NOT
                      REPEATABLE where two uninterrupted runs differ already
-  HARD FAILURE       a run failed, was refused its checkpoint, hung, or was never
-                     killed; or nothing was there to restart from
+  HARD FAILURE       a run failed, was refused its checkpoint, hung, or was
+                     never killed; or nothing was there to restart from
 
 \b
 Where it is killed: by default after a batch in the second epoch, once a save of

@@ -36,16 +36,8 @@ def test_the_document_is_what_help_says(tmp_path: Path) -> None:
     assert answer.code == 0, answer.out
     document = answer.json
     keys = [
-        "command",
-        "verdict",
-        "repeatable",
-        "drilled",
-        "batches",
-        "world_size",
-        "validations",
-        "trials",
-        "not_covered",
-    ]
+        "command", "verdict", "repeatable", "drilled", "batches", "world_size", "validations", "trials", "not_covered",
+    ]  # fmt: skip
     assert list(document) == keys
     (trial,) = document["trials"]
     resumed = trial["resumed_batch"]
