@@ -176,7 +176,7 @@ class _Drilled(Recorder):
     ) -> None:
         # Before the hooks of all others: the state that the batch begins with.
         if self._state == "fitting":
-            self._before = {"attributes": attributes(trainer, pl_module)}
+            self._before = {"attributes": attributes(trainer, pl_module), "module": type(pl_module).__name__}
             if not self._trains:
                 self._before |= {"begun": self._trained(trainer, pl_module)}
             self._trains = True

@@ -250,10 +250,10 @@ def _of_batch(found: Difference, expected: Mapping[int, Sequence[Record]], own: 
     others = [rank for rank, records in expected.items() if rank != found.rank and _has_batch(records, found)]
     if others:
         return f"the ranks were dealt other parts of the data: this is the batch of rank {others[0]}"
-    if own:
-        own = dict(reversed(list(own.items())))  # those of the loader and of callbacks first
-        return f"what makes or changes the batch has state that is not restored: {unrestored.said(own)}"
-    return _AFTER_A_RESTART["batch"]
+    # The module may change it too, and mostly has nothing to do with it.
+    if besides := unrestored.outside_of_module(own, expected[found.rank]):
+        return f"what makes or changes the batch has state that is not restored: {unrestored.said(besides)}"
+    return _with_names(_AFTER_A_RESTART["batch"], own)
 
 
 def _has_batch(records: Sequence[Record], found: Difference) -> bool:

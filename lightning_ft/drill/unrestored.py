@@ -64,6 +64,12 @@ def attributes(
     }
 
 
+def outside_of_module(found: Mapping[str, tuple[str, str]], records: Sequence[Record]) -> dict[str, tuple[str, str]]:
+    """Those of `found` that belong to callbacks, data modules, loaders and data sets."""
+    modules = {record["module"] for record in records if "module" in record}
+    return {name: values for name, values in found.items() if name.partition(".")[0] not in modules}
+
+
 def said(found: Mapping[str, tuple[str, str]]) -> str:
     """The attributes in words, and what to do; empty if there are none."""
     if not found:
