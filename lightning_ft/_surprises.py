@@ -122,8 +122,10 @@ def _first_due(trigger: Trigger, progress: Progress) -> str:
     if (epochs := trigger.every_n_epochs) is not None:
         number = (progress.epochs // epochs + 1) * epochs
         due.append(f"after {number} epoch{'s' if number > 1 else ''}")
-    if trigger.train_time_interval is not None:
-        due.append(f"{trigger.train_time_interval} from now")
+    interval = trigger.train_time_interval
     if trigger.auto:
-        due.append(f"{_words.duration(_interval.LEAST_SECS)} from now, or as earlier starts say")
+        secs = _interval.LEAST_SECS if interval is None else min(_interval.LEAST_SECS, interval.total_seconds())
+        due.append(f"{_words.duration(secs)} from now, or as earlier starts say")
+    elif interval is not None:
+        due.append(f"{interval} from now")
     return " or ".join(due)

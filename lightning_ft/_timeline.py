@@ -5,14 +5,16 @@ step. Of a start::
 
     began       its first line; where that tells when the process of the fit began, then
     training    the line of that name: what comes before it is the cost of a restart
+    went back   each line ``resumed`` after that: what was trained beyond its step is trained again
     survived    the last line of progress whose step the next start has not trained again; of the last start, and of
                 one that finished, its last line of progress; *training* if there is none
     ended       its last line, of whatever kind
 
-* lost steps: those of the last line of progress beyond the step from which the next start that trained went on;
-* lost time: from *survived* to *ended*;
+* lost steps: those of the last line of progress beyond the step from which the next start that trained went on, or,
+  before it went back, beyond the step to which it did;
+* lost time: from *survived* to *ended*, and, before it went back, from the last line of progress that counts to there;
 * stalls: the ``blocked_secs`` of its saves, in which training stood still;
-* useful time: from *training* to *survived*, less the stalls of the saves committed by then;
+* useful time: from *training* to *survived*, less what was lost in between, and the stalls of the other saves by then;
 * goodput: useful time of all starts, divided by the time that has passed: from *began* to *ended* of each, and from
   there to *began* of the next one (none, where the clocks of two machines say that it began before; nor after one that
   finished: the run was over, and not down).
@@ -58,6 +60,22 @@ class Trouble:
 
 
 @dataclass(frozen=True)
+class WentBack:
+    """Within a start, training went back to a checkpoint: what it had done since then counts no more."""
+
+    lost_from: float
+    """The last progress before it that counts."""
+    at: float
+    step: int
+    """To which it went back."""
+    lost_steps: int
+
+    def has(self, at: float) -> bool:
+        """Whether what was done `at` that time counts no more."""
+        return self.lost_from < at <= self.at
+
+
+@dataclass(frozen=True)
 class Start:
     """One start of the run, as its file tells it."""
 
@@ -79,6 +97,7 @@ class Start:
     """``finished``, ``stopped`` or ``failed``; None: killed, or still running."""
     reason: str
     """Why it was stopped or failed."""
+    went_back: tuple[WentBack, ...] = ()
     ordinal: int = 1
     """Greater than that of every start before it that has saved something."""
 
@@ -89,8 +108,9 @@ class Start:
 
     @property
     def last_step(self) -> int:
-        """The last step it is known to have trained."""
-        return max((step for _, step in self.progress), default=self.first_step)
+        """The last step it is known to have trained, since it went back if it did."""
+        at, step = (self.went_back[-1].at, self.went_back[-1].step) if self.went_back else (-math.inf, self.first_step)
+        return max((done for when, done in self.progress if when >= at), default=step)
 
     def survived_at(self, next_step: int | None) -> float | None:
         """When the work that counts ended, if the next start went on from `next_step` (None: there is no next one)."""
@@ -104,6 +124,8 @@ class Start:
 class Account:
     """What became of the time of one start, in seconds, and of its steps."""
 
+    survived_at: float
+    """When the work that counts ended; of a start that trained nothing, its own end."""
     startup_secs: float
     useful_secs: float
     stalled_secs: float
@@ -172,19 +194,26 @@ class Timeline:
 
 def _account(start: Start, next_step: int | None, down_secs: float) -> Account:
     survived_at = start.survived_at(next_step)
-    lost_steps = 0 if next_step is None else max(0, start.last_step - next_step)
     if start.found_finished:
-        return Account(0.0, 0.0, 0.0, 0.0, 0, down_secs)
+        return Account(start.ended_at, 0.0, 0.0, 0.0, 0.0, 0, down_secs)
     if start.training_at is None or survived_at is None:
-        return Account(start.ended_at - start.began_at, 0.0, 0.0, 0.0, 0, down_secs)
-    stalled_secs = sum(save.blocked_secs for save in start.saves)
-    counted_stalls = sum(save.blocked_secs for save in start.saves if save.at <= survived_at)
+        return Account(start.ended_at, start.ended_at - start.began_at, 0.0, 0.0, 0.0, 0, down_secs)
+    lost_steps = 0 if next_step is None else max(0, start.last_step - next_step)
+    # What it went back from later is lost from *survived* on anyway.
+    undone = [back for back in start.went_back if back.at <= survived_at]
+    undone_secs = sum(back.at - back.lost_from for back in undone)
+    counted_stalls = sum(
+        save.blocked_secs
+        for save in start.saves
+        if save.at <= survived_at and not any(back.has(save.at) for back in undone)
+    )
     return Account(
+        survived_at=survived_at,
         startup_secs=start.training_at - start.began_at,
-        useful_secs=max(0.0, survived_at - start.training_at - counted_stalls),
-        stalled_secs=stalled_secs,
-        lost_secs=start.ended_at - survived_at,
-        lost_steps=lost_steps,
+        useful_secs=max(0.0, survived_at - start.training_at - undone_secs - counted_stalls),
+        stalled_secs=sum(save.blocked_secs for save in start.saves),
+        lost_secs=start.ended_at - survived_at + undone_secs,
+        lost_steps=lost_steps + sum(back.lost_steps for back in start.went_back),
         down_secs=down_secs,
     )
 
@@ -231,6 +260,8 @@ def start_of_lines(path: str, lines: Iterable[bytes]) -> Start | None:
     progress: list[tuple[float, int]] = []
     saves: list[Save] = []
     troubles: list[Trouble] = []
+    went_back: list[WentBack] = []
+    stretch = 0  # where the lines of progress begin since it went back
     ended_at = -math.inf
     for line in lines:  # of which there are a million in a week or two: nothing is kept of those that are not needed
         record = _parsed(line)
@@ -242,6 +273,10 @@ def start_of_lines(path: str, lines: Iterable[bytes]) -> Start | None:
             progress.append((at, int(record.get("step", 0))))
         elif event == "committed":
             saves.append(_save(record))
+        elif event == "resumed" and "training" in first:
+            since = went_back[-1].at if went_back else first["training"]["at"]
+            went_back.append(_went_back(progress[stretch:], since, at, int(record.get("step", 0))))
+            stretch = len(progress)
         elif event in ("save_failed", "save_skipped"):
             troubles.append(Trouble(at, event, int(record.get("step", 0)), str(record.get("reason", ""))))
         else:
@@ -262,8 +297,14 @@ def start_of_lines(path: str, lines: Iterable[bytes]) -> Start | None:
         ended_at=ended_at,
         how=str(ended["how"]) if "how" in ended else None,
         reason=str(ended.get("reason", "")),
+        went_back=tuple(went_back),
         ordinal=int(started.get("start", 1)),
     )
+
+
+def _went_back(progress: Sequence[tuple[float, int]], since: float, at: float, step: int) -> WentBack:
+    lost_from = max([since, *(when for when, done in progress if done <= step)])
+    return WentBack(lost_from, at, step, max(0, max((done for _, done in progress), default=step) - step))
 
 
 def _save(record: Mapping[str, Any]) -> Save:

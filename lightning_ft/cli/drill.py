@@ -34,12 +34,12 @@ def add_to(app: typer.Typer) -> None:
 EPILOG = """\b
 What happens: the command runs once to its end, once until it is killed with
 SIGKILL, and once more; if these differ, once more to its end. Its trainers are
-told to write into a scratch directory (checkpoints, root directory, Lightning's
-CSV and TensorBoard logs); everything else the script does as always. It needs
-room for the checkpoints of one run: TMPDIR says where, or --keep. Compared, bit
-for bit, after every batch and on every rank: batches, results, weights,
-optimizer and scheduler state, learning rates, random state, callbacks; and
-validations and metrics.
+told to write into a scratch directory (checkpoints, root directory,
+Lightning's CSV and TensorBoard logs); everything else the script does as
+always, with an empty standard input. It needs room for the checkpoints of one
+run: TMPDIR says where, or --keep. Compared, bit for bit, after every batch and
+on every rank: batches, results, weights, optimizer and scheduler state,
+learning rates, random state, callbacks; and validations and metrics.
 
 \b
 Verdicts:

@@ -25,7 +25,8 @@ EPILOG = """\b
 Words:
   useful   from the first step to the last one that was not trained again,
            less the time in which saves stopped training
-  lost     from there to the end of a start that was killed
+  lost     from there to the end of a start that was killed; and what a start
+           went back from (DivergenceGuard's rollback)
   stalled  training stood still for a save
   down     from the end of a start to the beginning of the next one, unless the
            run had finished

@@ -88,7 +88,8 @@ def run(
                 start_new_session=True,
             )
         except OSError as error:
-            raise CannotStartError(f"{command[0]} cannot be started: {error.strerror}") from error
+            hint = f" (if that is a script: python {command[0]})" if command[0].endswith(".py") else ""
+            raise CannotStartError(f"{command[0]} cannot be started: {error.strerror}{hint}") from error
         try:
             code = _wait(process, killed, deadline, watch)
             if code == 0:

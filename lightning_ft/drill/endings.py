@@ -37,7 +37,7 @@ def problem(ended: Ended, of: Run, timeout_secs: float, who: str) -> Trial | Non
             name, message = found
             refused = issubclass(getattr(errors, name), (errors.RestoreError, errors.CheckpointError))
             how = "was refused its checkpoint" if refused else f"ended {_in_words(ended.code)}"
-            return failed(f"{who} {how} ({name})", message)
+            return failed(f"{who} {how} ({name})", _why_ended(message) or message)
         return failed(f"{who} ended {_in_words(ended.code)}", _why_ended(ended.tail()), ended.tail())
     if not of.traces():
         reason = f"{who} trained nothing with a FaultTolerantCheckpoint"
@@ -63,14 +63,16 @@ def _error_of_ours(ended: Ended) -> tuple[str, str] | None:
     return next(reversed(causes or found), None)
 
 
+_OF_AN_OUTPUT = {
+    r"FileNotFoundError: .*\.ckpt": "its trainers write elsewhere in a drill: ask a callback for its files "
+    "(best_model_path, dirpath), not by name",
+    r"No space left on device": "there is no room for the checkpoints of a run: TMPDIR, or --keep, says where else",
+}
+
+
 def _why_ended(tail: str) -> str:
     """What of a drill may be behind it; empty if that is not known."""
-    found = re.search(r"FileNotFoundError: .*\.ckpt", tail)
-    if found is None:
-        return ""
-    return (
-        "its trainers write elsewhere in a drill: ask a callback for its files (best_model_path, dirpath), not by name"
-    )
+    return next((cause for pattern, cause in _OF_AN_OUTPUT.items() if re.search(pattern, tail)), "")
 
 
 def _in_words(code: int) -> str:

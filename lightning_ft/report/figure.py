@@ -82,10 +82,10 @@ def _draw_starts(axis: Any, summary: Summary, clock: _Clock) -> None:
     bars: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS if name != "stalled"}
     for row, (start, account) in enumerate(zip(starts, summary.accounts, strict=True)):
         training_at = start.training_at if start.training_at is not None else start.ended_at
-        lost_from = start.ended_at - account.lost_secs
         bars["start-up"].append((row, start.began_at, training_at))
-        bars["useful"].append((row, training_at, lost_from))
-        bars["lost"].append((row, lost_from, start.ended_at))
+        bars["useful"].append((row, training_at, account.survived_at))
+        bars["lost"] += [(row, back.lost_from, back.at) for back in start.went_back]  # over it
+        bars["lost"].append((row, account.survived_at, start.ended_at))
         bars["down"].append((row, start.ended_at, start.ended_at + account.down_secs))
     for name, drawn in bars.items():
         left = [clock(begin) for _, begin, _ in drawn]
@@ -155,6 +155,7 @@ def _draw_steps(axis: Any, summary: Summary, clock: _Clock) -> None:
         axis, _thinned(saves, _MOST_POINTS), marker="o" if few else ".", markersize=3.5 if few else 1.5, color="black"
     )
     axis.set_ylabel("step")
+    axis.yaxis.get_major_locator().set_params(integer=True)
     one_in = _one_in(len(saves), _MOST_POINTS)
     drawn = "" if one_in == 1 else f"; one in {one_in} is drawn"
     axis.set_xlabel(f"{clock.unit} from the first start (dots: when a step's checkpoint was durable{drawn})")

@@ -180,7 +180,7 @@ def recommend(timeline: Timeline, accounts: list[Account]) -> Recommendation | N
 def _steps_per_sec(timeline: Timeline, accounts: list[Account]) -> float | None:
     useful_secs = sum(account.useful_secs for account in accounts)
     steps = sum(
-        start.last_step - start.first_step - account.lost_steps
+        start.last_step - start.first_step - account.lost_steps + sum(back.lost_steps for back in start.went_back)
         for start, account in zip(timeline.starts, accounts, strict=True)
     )
     return steps / useful_secs if useful_secs > 0 and steps > 0 else None

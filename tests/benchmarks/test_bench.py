@@ -63,7 +63,8 @@ def test_a_run_with_a_minute_state_measures_everything(tmp_path: Path) -> None:
     samples = result["samples"]
     assert [name for name in expected() if not samples.get(name)] == []
     assert all(math.isfinite(value) for values in samples.values() for value in values)
-    assert {len(samples[f"memory.{c}.peak_bytes"]) for c in CHECKPOINTING} == {SAVES}
+    counts = {c: len(samples[f"memory.{c}.peak_bytes"]) for c in CHECKPOINTING}
+    assert counts == {c: SAVES if c == "overlap" else min(SAVES, QUICK.other_memory_saves) for c in CHECKPOINTING}
     assert all(t["least"] is not None for t in result["targets"] if t["name"].startswith(("idle", "throughput")))
 
     assert [t["name"] for t in result["targets"]] == [t.name for t in TARGETS]

@@ -120,6 +120,13 @@ def test_what_is_no_training_is_a_hard_failure() -> None:
     assert answer.err == "run 1: uninterrupted\n"
 
 
+def test_a_script_without_its_interpreter_is_told_how_to_be_started(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    for name in (str(tmp_path / "train.py"), "train.py"):
+        with pytest.raises(CannotStartError, match=rf"{re.escape(name)} cannot be started: .* script: python .*"):
+            run([name], {}, tmp_path / "output", tmp_path / "killed", 5.0, lambda: None)
+
+
 def test_on_a_terminal_it_shows_what_runs_and_how_far_it_is() -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "lightning_ft", "drill", "--", "sleep", "0.5"]

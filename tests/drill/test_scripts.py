@@ -107,6 +107,7 @@ def test_a_sweep_kills_at_every_event_of_a_save(tmp_path: Path) -> None:
     ("what", "reason", "cause"),
     [
         ("crashes", "the uninterrupted run ended with exit code 1", ""),
+        ("has no room", "the uninterrupted run ended with exit code 1", "there is no room for the checkpoints"),
         ("asks by name", "the uninterrupted run ended with exit code 1", "its trainers write elsewhere in a drill"),
         ("diverges", "the uninterrupted run ended with exit code 77 (DIVERGED", ""),
         ("never saves", "there is nothing to restart from", "no save was begun before the last batch"),

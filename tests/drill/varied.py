@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import time
 from datetime import timedelta
 
@@ -105,6 +107,8 @@ def main() -> None:
     L.seed_everything(1, verbose=False)
     if args.what == "crashes":
         raise RuntimeError("cannot even begin")
+    if args.what == "has no room":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if args.what == "hangs":
         time.sleep(1000)
     model = Net(float("inf") if args.what == "diverges" else 0.05, args.noise)

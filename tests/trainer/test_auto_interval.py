@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_ft as ft
 from lightning_ft import _interval
+from lightning_ft._surprises import announce_first_save
+from lightning_ft.state import Progress
 from lightning_ft.testing import assert_resume_exact
+from lightning_ft.triggers import Trigger
 from tests.trainer import scenarios as s
 
 
@@ -41,6 +45,15 @@ def test_a_short_run_is_saved_at_its_end_alone(tmp_path: Path, caplog: pytest.Lo
         assert fit(tmp_path) == [(8, "train_end")]
     assert "the first one 60.0 s from now, or as earlier starts say" in caplog.text
     assert not any("the run has" in r.message for r in caplog.records)  # that nothing will be due
+
+
+@pytest.mark.parametrize(("interval_secs", "first"), [(600, "60.0 s"), (5, "5.0 s")])
+def test_the_first_save_is_announced_once(interval_secs: int, first: str, caplog: pytest.LogCaptureFixture) -> None:
+    trigger = Trigger.of("auto", None, timedelta(seconds=interval_secs))
+    with caplog.at_level(logging.INFO):
+        announce_first_save("/runs/1", trigger, None, Progress(0, 0, 0, False, False))
+    (line,) = caplog.messages
+    assert line == f"checkpoints are saved to /runs/1: the first one {first} from now, or as earlier starts say"
 
 
 def test_saves_follow_the_clock_and_the_decision_is_said(

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 
+import lightning_ft as ft
 from lightning_ft import _history
 from lightning_ft._chronicle import Chronicle
 from lightning_ft._timeline import read
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
+from tests.guards import diverging
 from tests.trainer import scenarios as s
 
 
@@ -69,3 +71,17 @@ def test_three_kills_are_three_restarts_and_the_steps_that_were_trained_twice(tm
     began = [start[0]["process_at"] for start in starts]
     assert all(process_at < start[0]["at"] for process_at, start in zip(began, starts, strict=True))
     assert timeline.goodput == pytest.approx(useful / (starts[-1][-1]["at"] - began[0]))
+
+
+def test_what_a_rollback_undoes_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_history, "PROGRESS_SECS", 0.0)
+    guards = [ft.DivergenceGuard(action="rollback")]
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ft.FaultTolerantCheckpoint(tmp_path, every_n_train_steps=3, guards=guards)],
+    )  # fmt: skip
+    trainer.fit(diverging.Net(at=(6,)), s.shuffled()[0])  # whose sixth batch is bad: back to step 3, without it
+    (account,) = read(str(tmp_path), Storage()).accounts
+    (back,) = read(str(tmp_path), Storage()).starts[0].went_back
+    assert (back.step, back.lost_steps, account.lost_steps) == (3, 2, 2)
+    assert account.lost_secs >= back.at - back.lost_from > 0

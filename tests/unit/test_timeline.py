@@ -174,6 +174,22 @@ def test_a_damaged_line_is_passed_over(tmp_path: Path, line: str) -> None:
     assert (timeline.elapsed_secs, timeline.starts[0].last_step, timeline.saves) == (2, 1, [])
 
 
+def test_what_a_start_went_back_from_is_lost(tmp_path: Path) -> None:
+    """Trained to step 20, back to 10, trained to 30, back to 25; killed at 40, and the next one goes on from 30."""
+    write(tmp_path, "1", [started(0), training(5, 0), progress(15, 10), committed(16, 10, 1.0), progress(25, 20),
+                          committed(26, 20, 2.0), (30, "resumed", {"path": "x", "step": 10}), progress(40, 20),
+                          progress(45, 25), progress(50, 30), (52, "resumed", {"path": "y", "step": 25}),
+                          progress(60, 30), committed(61, 30, 4.0), progress(70, 40)])  # fmt: skip
+    write(tmp_path, "2", [started(80), training(90, 30), progress(95, 35), (95, "ended", {"how": "finished"})])
+    timeline = read(str(tmp_path), Storage())
+    first, second = timeline.accounts
+    assert (first.lost_steps, second.lost_steps) == (10 + 5 + 10, 0)
+    # From 15 to 30, from 45 to 52, and from 60 to the end; of the stalls none is between 5 and 60 and not lost.
+    assert (first.lost_secs, first.survived_at, first.stalled_secs) == (15 + 7 + 10, 60, 7.0)
+    assert first.useful_secs == (60 - 5) - 15 - 7
+    assert timeline.goodput == pytest.approx((33 + 5) / 95)
+
+
 def test_clocks_that_disagree_put_nothing_out_of_order(tmp_path: Path) -> None:
     """The second start was on a machine whose clock is an hour behind."""
     write(tmp_path, "2", [started(10_000, 1), training(10_010, 0), committed(10_020, 10, 0.0), progress(10_030, 20)])
