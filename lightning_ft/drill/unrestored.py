@@ -11,6 +11,7 @@ from lightning_ft._traces import Record
 # Of a list of attributes that differ; counters often come in numbers.
 _MOST_NAMES = 3
 _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
+_FRACTION = re.compile(r"(?<![\w.])-?\d+\.\d{7,}(?:e[+-]?\d+)?(?![\w.])")
 
 
 def same_weights_at_first(expected: Mapping[int, Sequence[Record]], actual: Mapping[int, Sequence[Record]]) -> bool:
@@ -75,15 +76,17 @@ def said(found: Mapping[str, tuple[str, str]]) -> str:
     if not found:
         return ""
     named = [
-        f"`{name}` was {_short(before)} and is {_short(after)} after the restart"
-        for name, (before, after) in list(found.items())[:_MOST_NAMES]
+        f"`{name}` was {before} and is {after} after the restart"
+        for name, (before, after) in ((name, _short(*values)) for name, values in list(found.items())[:_MOST_NAMES])
     ]
     more = f", and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
     return f"{', '.join(named)}{more}: put it into state_dict, register_buffer or on_save_checkpoint"
 
 
-def _short(value: str) -> str:
-    return _DIGEST.sub(r"\1", value)
+def _short(*values: str) -> tuple[str, ...]:
+    """Digests and numbers in few digits, if these are enough to tell the values apart."""
+    short = tuple(_DIGEST.sub(r"\1", _FRACTION.sub(lambda number: f"{float(number[0]):.6g}", v)) for v in values)
+    return short if len(set(short)) == len(set(values)) else values
 
 
 def _step(records: Sequence[Record], batch: int, start: int | None = None) -> Record | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_ft._traces import Difference, Record, differences
-from lightning_ft.drill import diagnosis
+from lightning_ft.drill import diagnosis, unrestored
 
 
 def step(batch: int, /, **values: Any) -> Record:
@@ -157,6 +157,14 @@ def test_an_attribute_that_was_not_restored_is_named_and_no_clock() -> None:
     assert "; `Net.level` was 3 and is 0 after the restart: put it into state_dict" in text
     assert "clock" not in text
     assert "same" not in text.partition("`")[2]
+
+
+def test_attributes_are_written_for_people() -> None:
+    values = {"Net.avg": ("0.42741716456527523", "-1.0"), "Net.near": ("0.10000000000000001", "0.10000000000000002")}
+    text = unrestored.said({**values, "Net.list": ("cc2abe0dc8bc34ff6be00051f4ba5e9d", "not there")})
+    assert "`Net.avg` was 0.427417 and is -1.0 after the restart, " in text
+    assert "`Net.near` was 0.10000000000000001 and is 0.10000000000000002 after" in text
+    assert "`Net.list` was cc2abe0d and is not there after" in text
 
 
 def test_numbers_within_the_tolerance_are_equal_also_those_that_are_none() -> None:

@@ -61,6 +61,8 @@ def test_two_ranks_of_lightnings_launcher(tmp_path: Path) -> None:
     document = answer.json
     assert (answer.code, document["verdict"], document["world_size"]) == (0, "PASS", 2), document
     assert document["batches"] == 8  # of each rank
+    (trial,) = document["trials"]
+    assert trial["replayed"] == int(trial["kill_at"]) - trial["resumed_batch"]  # by each
     assert "several machines" in document["not_covered"]
     assert "several ranks" not in document["not_covered"]
     for name in ("uninterrupted/0", "killed-0/0", "killed-0/1"):
