@@ -102,7 +102,11 @@ def _show(trainer: pl.Trainer, durable: Durable) -> Callable[[], None]:
 
     def end() -> None:
         if ends:  # by itself, and not by an error
-            bar.on_train_epoch_end(trainer, trainer.lightning_module)  # draws the metrics once more
+            # Draws the metrics once more. Not that of a subclass, which may do there what is to be done once an epoch.
+            if isinstance(bar, TQDMProgressBar):
+                TQDMProgressBar.on_train_epoch_end(bar, trainer, trainer.lightning_module)
+            elif isinstance(bar, RichProgressBar):
+                RichProgressBar.on_train_epoch_end(bar, trainer, trainer.lightning_module)
         for step in (*undo, *ends):
             step()
 

@@ -68,6 +68,20 @@ def test_the_bar_shows_the_newest_durable_step(
     assert last.startswith("8")  # that of the end, durable when no batch is left to show it
 
 
+def test_a_bar_of_the_users_own_hears_of_each_epoch_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(TQDMProgressBar):
+        epochs = 0
+
+        def on_train_epoch_end(self, *args: Any) -> None:
+            self.epochs += 1
+            super().on_train_epoch_end(*args)
+
+    bar = Own()
+    fit(tmp_path, bar, Shown(), epochs=2, every_n_train_steps=3)
+    assert bar.epochs == 2
+    assert capsys.readouterr().out.rpartition(f"{IN_BAR}=")[2].startswith("16 (")
+
+
 def test_after_a_restart_it_begins_with_the_step_that_is_there(tmp_path: Path) -> None:
     fit(tmp_path, None, Shown(), every_n_train_steps=3)
     shown = Shown()
