@@ -46,6 +46,7 @@ def test_a_page_and_a_picture(ft: Ft, tmp_path: Path) -> None:
     assert "35.8 %" in text
     assert text.count("<tr>") == 5
     assert text.count("<svg") == 1
+    assert text.count(">nothing was trained<") == 1  # killed before its first step
     assert not re.search(r"<script|src=|href=[\"']http", text)
 
 
