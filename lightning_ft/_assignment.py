@@ -26,6 +26,8 @@ class Assignment:
     kill_at: KillPoint | None = None
     once_durable: bool = False
     """`kill_at` is a batch, after which is killed as soon as a checkpoint is durable."""
+    durable_from: int = 0
+    """... of at least so many batches, if one becomes durable in time."""
     summaries: bool = False
 
     def environment(self) -> dict[str, str]:

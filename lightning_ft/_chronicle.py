@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from lightning_ft import _loops, _words, events
 from lightning_ft._history import History
+from lightning_ft._process_age import began_at
 from lightning_ft._watch import Fit, Request, Watch
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.state import Progress
@@ -34,9 +35,12 @@ class Chronicle(Watch):
         self._error: BaseException | None = None
         self._closed = False
         self._forget = events.observe(self._note)
+        process_at = began_at()
+        process = {} if process_at is None else {"process_at": round(process_at, 3)}
         history.write(
-            "started", start=start, world_size=fit.ranks.world_size, host=socket.gethostname(), pid=os.getpid()
-        )
+            "started", start=start, world_size=fit.ranks.world_size, host=socket.gethostname(), pid=os.getpid(),
+            **process,
+        )  # fmt: skip
 
     def _note(self, event: events.Event) -> None:
         if isinstance(event, events.Resumed):
@@ -64,8 +68,10 @@ class Chronicle(Watch):
         self._closed = True
         self._forget()
         stop = self._fit.stop()
-        if self._error is not None:
-            self._history.close("failed", _words.error(self._error))
+        if isinstance(self._error, KeyboardInterrupt):
+            self._history.close("stopped", "Ctrl-C" if stop is None else f"at once, by a second Ctrl-C ({stop.reason})")
+        elif self._error is not None:
+            self._history.close("failed", _words.error(self._error).removesuffix(": "))
         elif stop is not None:
             self._history.close("stopped", stop.reason)
         else:

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_ft import _loops, events
 from lightning_ft._assignment import VARIABLE, Assignment, events_file, killed_file
+from lightning_ft._own_attributes import attributes
 from lightning_ft._recorder import KillSwitch, Recorder, kill
 from lightning_ft._redirect import file_elsewhere, redirect
 
@@ -120,7 +121,9 @@ class _Drilled(Recorder):
         self._saves_by_clock = saves_by_clock
         self._state = "before"
         self._switch: KillSwitch | None = None
-        self._durable: threading.Event | None = None
+        self._durable: _Durable | None = None
+        self._trains = False
+        self._before: dict[str, Any] = {}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -136,11 +139,13 @@ class _Drilled(Recorder):
         if assignment.kill_at is not None and not assignment.once_durable:
             self._switch = KillSwitch(assignment.kill_at, rank, before=killed_file(assignment).touch)
         if rank == 0:
-            self._durable = threading.Event()
+            # By the clock, no two runs save after the same batches.
+            self._durable = _Durable(0 if self._saves_by_clock else assignment.durable_from)
             facts = {
                 "world_size": trainer.world_size,
                 "accelerator": type(trainer.accelerator).__name__,
                 "saves_by_clock": self._saves_by_clock,
+                "seeded": "PL_GLOBAL_SEED" in os.environ,  # by seed_everything
             }
             _write(events_file(assignment), {"fact": facts})
             events.observe(functools.partial(self._on_event, trainer, self._durable))
@@ -150,18 +155,35 @@ class _Drilled(Recorder):
         if self._state == "fitting":
             self._state = "over"
 
-    def _on_event(self, trainer: pl.Trainer, durable: threading.Event, event: events.Event) -> None:
+    def _on_event(self, trainer: pl.Trainer, durable: _Durable, event: events.Event) -> None:
         batch = _loops.progress(trainer).batch
         step = getattr(event, "step", None)
         line = {"event": type(event).__name__, "path": event.path, "step": step, "batch": batch}
         _write(events_file(self._assignment), line)
-        if isinstance(event, events.Committed):
-            durable.set()
+        if isinstance(event, events.SaveStarted):
+            durable.begun[event.path] = batch
+        elif isinstance(event, events.Committed):
+            durable.committed(event.path)
 
     @override
     def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
         if self._state == "fitting":  # and not before a fit, where batches may be validated, nor after it
             super()._append(kind, key, values)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # Before the hooks of all others: the state that the batch begins with.
+        if self._state == "fitting":
+            self._before = {"attributes": attributes(trainer, pl_module), "module": type(pl_module).__name__}
+            if not self._trains:
+                self._before |= {"begun": self._trained(trainer, pl_module)}
+            self._trains = True
+
+    @override
+    def _beside(self, kind: str) -> dict[str, Any]:
+        return self._before if kind == "step" else {}
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -174,11 +196,32 @@ class _Drilled(Recorder):
         elif self._durable is not None and _loops.progress(trainer).batch >= int(assignment.kill_at):
             self._kill_once_durable(self._durable)
 
-    def _kill_once_durable(self, durable: threading.Event) -> None:
+    def _kill_once_durable(self, durable: _Durable) -> None:
         # The save that this waits for needs nothing more of the training; other ranks wait for this one.
-        if durable.wait(_DURABLE_WITHIN_SECS):
+        if durable.wanted.wait(_DURABLE_WITHIN_SECS) or durable.any.is_set():
             killed_file(self._assignment).touch()
             kill()
+
+
+class _Durable:
+    """Which saves of this process have become durable.
+
+    Args:
+        wanted_batch: A save of at least so many batches is waited for.
+    """
+
+    def __init__(self, wanted_batch: int) -> None:
+        self._wanted_batch = wanted_batch
+        self.begun: dict[str, int] = {}
+        """How many batches were trained when the save of a path was begun."""
+        self.any = threading.Event()
+        self.wanted = threading.Event()
+
+    def committed(self, path: str) -> None:
+        """The save of `path` is durable."""
+        self.any.set()
+        if self.begun.get(path, 0) >= self._wanted_batch:
+            self.wanted.set()
 
 
 def _tunes(trainer: pl.Trainer) -> bool:

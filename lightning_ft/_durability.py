@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_ft import _loops, _names, events
 from lightning_ft._durable import Durable
@@ -54,7 +56,7 @@ class Durability(Watch):
             self._durable.note(event)
 
     def open(self) -> None:
-        self._undo.append(_show(self._fit.trainer, self._durable.words))
+        self._undo.append(_show(self._fit.trainer, self._durable))
 
     def ballot(self) -> dict[str, int]:
         self._warn()
@@ -76,18 +78,41 @@ class Durability(Watch):
             step()
 
 
-def _show(trainer: pl.Trainer, words: Callable[[], str]) -> Callable[[], None]:
-    """The progress bar, if there is one, shows `words` after its metrics, until the returned function is called.
+def _show(trainer: pl.Trainer, durable: Durable) -> Callable[[], None]:
+    """The progress bar, if there is one, shows what is durable, until the returned function is called.
 
     What is logged, and what loggers and callbacks see of it, stays as it is: the bar alone is asked for its figures.
+    Lightning's own bars end after that: with the last save, which is durable after the last batch only.
     """
     bar = trainer.progress_bar_callback
     if bar is None:
         return lambda: None
     get_metrics = bar.get_metrics
+    words = partial(durable.words, in_one=isinstance(bar, RichProgressBar))  # which wraps lines between words
 
     def with_words(*args: Any, **kwargs: Any) -> dict[str, Any]:
         metrics: dict[str, Any] = get_metrics(*args, **kwargs)
         return {**metrics, IN_BAR: metrics.get(IN_BAR, words())}
 
-    return _loops.replaced(bar, "get_metrics", with_words)
+    undo = [_loops.replaced(bar, "get_metrics", with_words)]
+    ends: list[Callable[[], None]] = []
+    for kind, hook in ((TQDMProgressBar, "on_train_end"), (RichProgressBar, "teardown")):
+        if isinstance(bar, kind):
+            undo.append(_loops.replaced(bar, hook, _later(getattr(bar, hook), ends)))
+
+    def end() -> None:
+        if ends:  # by itself, and not by an error
+            # Draws the metrics once more. Not that of a subclass, which may do there what is to be done once an epoch.
+            if isinstance(bar, TQDMProgressBar):
+                TQDMProgressBar.on_train_epoch_end(bar, trainer, trainer.lightning_module)
+            elif isinstance(bar, RichProgressBar):
+                RichProgressBar.on_train_epoch_end(bar, trainer, trainer.lightning_module)
+        for step in (*undo, *ends):
+            step()
+
+    return end
+
+
+def _later(hook: Callable[..., None], calls: list[Callable[[], None]]) -> Callable[..., None]:
+    """In place of `hook`: its calls are in `calls`, to be made later."""
+    return lambda *args, **kwargs: calls.append(partial(hook, *args, **kwargs))

@@ -62,10 +62,16 @@ class Durable:
         if self._begun is not None and self._begun[0] == event.step:
             self._begun = None
 
-    def words(self) -> str:
-        """For a progress bar: ``40 (12 s ago)``, the step and its age; ``nothing yet``."""
+    def words(self, *, in_one: bool = False) -> str:
+        """For a progress bar: ``40 (12 s ago)``, the step and its age; ``nothing yet``.
+
+        Args:
+            in_one: As one word, where a bar would break the line within: ``40(12s)``, ``nothing``.
+        """
         with self._lock:
             step, age_secs = self._newest.step, self._clock() - self._newest.at_secs
+        if in_one:
+            return "nothing" if step is None else f"{step}({_words.age(age_secs).replace(' ', '')})"
         return "nothing yet" if step is None else f"{step} ({_words.age(age_secs)} ago)"
 
     def warning(self, after_secs: float) -> str | None:

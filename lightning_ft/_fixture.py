@@ -34,8 +34,8 @@ class DrillFixture(Protocol):
 
         Args:
             command: Program and arguments: ``[sys.executable, "train.py", "--config", "small.yaml"]``.
-            kill_at: A batch number, or an event of the save protocol (`events.KILL_POINTS`); default: a batch in the
-                middle, once a checkpoint is durable.
+            kill_at: A batch number, or an event of the save protocol (`events.KILL_POINTS`); default: a batch in
+                the second epoch, or else in the middle, once a checkpoint is durable.
             sweep: Kill at every event of a save, one after another.
             steps: End training after so many optimizer steps; default: where the script ends.
             atol: How far numbers may be apart; default: not at all.

@@ -38,12 +38,16 @@ class Recorder(pl.Callback):
         self._exact = _summary if summaries else _exact
 
     def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
-        line = json.dumps({"kind": kind, "key": key, "values": values}) + "\n"
+        line = json.dumps({"kind": kind, "key": key, "values": values, **self._beside(kind)}) + "\n"
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
+
+    def _beside(self, kind: str) -> dict[str, Any]:
+        """What else belongs into a line of that kind, and is not compared."""
+        return {}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -58,14 +62,20 @@ class Recorder(pl.Callback):
             "batch": digest(batch),
             "output": self._exact(outputs),
             "learning rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
-            "weights": self._of_state(_weights(trainer, pl_module)),
+            **self._trained(trainer, pl_module),
             "requires_grad": digest({n: p.requires_grad for n, p in pl_module.named_parameters()}),
-            "optimizer state": self._of_state([_sorted(o.state_dict()) for o in trainer.optimizers]),
             "scheduler state": self._of_state(schedulers),
             "random state": digest(_rng.capture()),
             "callbacks": {name: self._of_state(_without_paths(state)) for name, state in callbacks.items()},
         }
         self._append("step", [_loops.progress(trainer).batch], values)
+
+    def _trained(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """What the optimizer steps have come to."""
+        return {
+            "weights": self._of_state(_weights(trainer, pl_module)),
+            "optimizer state": self._of_state([_sorted(o.state_dict()) for o in trainer.optimizers]),
+        }
 
     def on_validation_batch_end(
         self,

@@ -163,6 +163,8 @@ def _note(row: Row, selection: discovery.Selection, reasons: Mapping[str, str]) 
         return reasons[row.path]
     if row.manifest is None:
         return 'by plain Lightning or another tool; "last" takes ours first'
+    if row.manifest.reason == "emergency":
+        return 'the state when the loss had gone bad, to look into; "last" does not take it'
     if not row.manifest.run_id or row.manifest.boundary == "none":
         return 'saved by another callback or by hand; "last" does not take it'
     chosen = selection.chosen

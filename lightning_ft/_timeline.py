@@ -3,7 +3,7 @@
 Everything here can be worked out by hand from the lines (see `_history`). Times are seconds; a *step* is an optimizer
 step. Of a start::
 
-    began       its first line
+    began       its first line; where that tells when the process of the fit began, then
     training    the line of that name: what comes before it is the cost of a restart
     went back   each line ``resumed`` after that: what was trained beyond its step is trained again
     survived    the last line of progress whose step the next start has not trained again; of the last start, and of
@@ -15,8 +15,11 @@ step. Of a start::
 * lost time: from *survived* to *ended*, and, before it went back, from the last line of progress that counts to there;
 * stalls: the ``blocked_secs`` of its saves, in which training stood still;
 * useful time: from *training* to *survived*, less what was lost in between, and the stalls of the other saves by then;
-* goodput: useful time of all starts, divided by the time that has passed: from the first line to the last of each,
-  and from there to the first of the next one (none, where the clocks of two machines say that it began before).
+* goodput: useful time of all starts, divided by the time that has passed: from *began* to *ended* of each, and from
+  there to *began* of the next one (none, where the clocks of two machines say that it began before; nor after one that
+  finished: the run was over, and not down).
+
+A start that found the run finished, and trained nothing, took no time and was no restart.
 """
 
 from __future__ import annotations
@@ -99,6 +102,11 @@ class Start:
     """Greater than that of every start before it that has saved something."""
 
     @property
+    def found_finished(self) -> bool:
+        """Whether there was nothing to train."""
+        return self.how == "finished" and self.training_at is None
+
+    @property
     def last_step(self) -> int:
         """The last step it is known to have trained, since it went back if it did."""
         at, step = (self.went_back[-1].at, self.went_back[-1].step) if self.went_back else (-math.inf, self.first_step)
@@ -124,7 +132,7 @@ class Account:
     lost_secs: float
     lost_steps: int
     down_secs: float
-    """From its last line to the first of the next start."""
+    """From its last line to the beginning of the next start; none if the run had finished."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +149,15 @@ class Timeline:
             later = self.starts[number + 1 :]
             went_on = next((other for other in later if other.training_at is not None), None)
             next_step = None if went_on is None or start.how == "finished" else went_on.first_step
-            down_secs = max(0.0, later[0].began_at - start.ended_at) if later else 0.0
+            over = not later or start.how == "finished"
+            down_secs = 0.0 if over else max(0.0, later[0].began_at - start.ended_at)
             accounts.append(_account(start, next_step, down_secs))
         return accounts
 
     @property
     def restarts(self) -> int:
         """How often the run was started again."""
-        return max(0, len(self.starts) - 1)
+        return sum(not start.found_finished for start in self.starts[1:])
 
     @property
     def failures(self) -> int:
@@ -162,13 +171,13 @@ class Timeline:
 
     @property
     def elapsed_secs(self) -> float:
-        """From the first line to the last."""
+        """In which the run was up, or was to be."""
         return self.running_secs + sum(account.down_secs for account in self.accounts)
 
     @property
     def running_secs(self) -> float:
         """Time in which the run was up: `elapsed_secs` without the times between the starts."""
-        return sum(start.ended_at - start.began_at for start in self.starts)
+        return sum(start.ended_at - start.began_at for start in self.starts if not start.found_finished)
 
     @property
     def goodput(self) -> float | None:
@@ -185,6 +194,8 @@ class Timeline:
 
 def _account(start: Start, next_step: int | None, down_secs: float) -> Account:
     survived_at = start.survived_at(next_step)
+    if start.found_finished:
+        return Account(start.ended_at, 0.0, 0.0, 0.0, 0.0, 0, down_secs)
     if start.training_at is None or survived_at is None:
         return Account(start.ended_at, start.ended_at - start.began_at, 0.0, 0.0, 0.0, 0, down_secs)
     lost_steps = 0 if next_step is None else max(0, start.last_step - next_step)
@@ -280,7 +291,7 @@ def start_of_lines(path: str, lines: Iterable[bytes]) -> Start | None:
         path=path,
         run_id=str(training.get("run_id", "")),
         world_size=int(started.get("world_size", 1)),
-        began_at=started["at"],
+        began_at=min(started["at"], started.get("process_at", started["at"])),
         training_at=training.get("at"),
         first_step=int(training.get("step", 0)),
         progress=tuple(progress),
@@ -311,7 +322,7 @@ def _save(record: Mapping[str, Any]) -> Save:
     )
 
 
-_NUMBERS = ("at", "start", "world_size", "step", "blocked_secs", "write_secs", "total_secs", "size_bytes")
+_NUMBERS = ("at", "process_at", "start", "world_size", "step", "blocked_secs", "write_secs", "total_secs", "size_bytes")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ LAYERS: dict[int, str] = {
     "_holder _descriptions _contents",
     2: "discovery retention triggers rotation _read_back _two_tiers _damage _check _fallback _survey _pruning "
     "_elastic _fetched _shared_verification _history _timeline _interval _starts _traces _kill_point "
-    "_assignment _durable _pace _resumption",
+    "_assignment _durable _pace _resumption _process_age",
     3: "_engine _save_task _save_options _save_times _sharded_plan _sharded_writer _sharding _uploads _failure "
     "_writers _same_directory _serialise _staging _lanes _plans _plan _alike _template _layout _buffers _copies "
     "_skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _ballot _broadcast _tensors "
@@ -30,7 +30,7 @@ LAYERS: dict[int, str] = {
     "_loops _news _metrics _loaders _compare _written_by _recorder _consolidate _loading _merge _takeover "
     "_consistent _sharded_loading strategies _parallel_writes _before _validation _voting _hang _preemption "
     "_own_signals _leaving _left_out _emergency _last_finite _rollback _divergence_watch _exceptions _launched _early "
-    "_console _drilled _settings _due _ending _boundaries _redirect _durability _measuring preset",
+    "_console _drilled _settings _due _ending _boundaries _redirect _durability _measuring preset _own_attributes",
     5: "testing cli drill report _fixture",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

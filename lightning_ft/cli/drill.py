@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.console import Console
 from lightning_ft.cli.exits import Code, Failure, reported
 from lightning_ft.cli.options import AsJson
 from lightning_ft.cli.output import Output
+
+if TYPE_CHECKING:
+    from lightning_ft.drill.verdict import Outcome
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,16 +45,18 @@ learning rates, random state, callbacks; and validations and metrics.
 Verdicts:
   PASS               every number is that of the uninterrupted run
   LOST WORK          so it is, but a durable checkpoint was not continued from
-  SILENT DIVERGENCE  the restart went on with other numbers
-  HARD FAILURE       a run failed, hung, or was never killed; or nothing was
-                     there to restart from
+  SILENT DIVERGENCE  the restart went on with other numbers; headed NOT
+                     REPEATABLE where two uninterrupted runs differ already
+  HARD FAILURE       a run failed, was refused its checkpoint, hung, or was
+                     never killed; or nothing was there to restart from
 
 \b
-Where it is killed: by default after a batch in the middle, once a checkpoint is
-durable; a script that saves by the clock, and not in time, is told to save four
-times. --kill-at takes an event of a save: SaveStarted, AttemptOpened,
-DataWritten, DataSynced, Renamed, Committed, DeleteStarted, DeleteHidden,
-Deleted; Renamed:2 is the second in that process, Renamed@1 that of rank 1.
+Where it is killed: by default after a batch in the second epoch, once a save of
+that epoch is durable; with one epoch, in the middle. A script that saves by the
+clock, and not in time, is told to save four times. --kill-at takes an event of
+a save: SaveStarted, AttemptOpened, DataWritten, DataSynced, Renamed, Committed,
+DeleteStarted, DeleteHidden, Deleted; Renamed:2 is the second in that process,
+Renamed@1 that of rank 1.
 
 \b
 Examples:
@@ -62,14 +67,14 @@ Examples:
 
 \b
 JSON:
-  verdict, drilled, batches, world_size, validations, trials: [kill_at,
-  killed, verdict, reason, cause, output, resumed_batch, durable_batch,
-  replayed], not_covered: [text]
+  verdict, repeatable, drilled, batches, world_size, validations, trials:
+  [kill_at, killed, verdict, reason, cause, output, resumed_batch,
+  durable_batch, replayed, differ_from], not_covered: [text]
 
 \b
-Exit code: 0 for PASS; 1 for any other verdict; 3 if the command cannot
-be started; 130 if interrupted (Ctrl-C, SIGTERM, SIGHUP).
-All: lightning-ft --help
+Exit code: 0 for PASS; 7 if two uninterrupted runs differ, which says nothing
+of restarts; 1 for any other verdict; 3 if the command cannot be started; 130 if
+interrupted (Ctrl-C, SIGTERM, SIGHUP). All: lightning-ft --help
 """
 
 
@@ -79,7 +84,7 @@ def drill(
         list[str], typer.Argument(metavar="-- COMMAND...", help="The script, as you start it; behind two dashes.")
     ],
     kill_at_step: Annotated[
-        int | None, typer.Option(metavar="N", help="Kill when batch N is trained. Default: in the middle.")
+        int | None, typer.Option(metavar="N", help="Kill when batch N is trained. Default: in the second epoch.")
     ] = None,
     kill_at: Annotated[
         str | None,
@@ -130,6 +135,14 @@ def drill(
     output.line("Not covered:", "dim")
     for text in outcome.not_covered:
         output.line(f"  {text}", "dim")
+    return _code(outcome)
+
+
+def _code(outcome: Outcome) -> Code:
+    from lightning_ft.drill.verdict import Verdict
+
+    if outcome.verdict is Verdict.SILENT_DIVERGENCE and not outcome.repeatable:
+        return Code.NOT_REPEATABLE
     return Code.FINE if outcome.verdict is Verdict.PASS else Code.BAD
 
 

@@ -33,6 +33,7 @@ class Code(IntEnum):
     IN_USE = 4
     STORAGE = 5
     NOT_INSTALLED = 6
+    NOT_REPEATABLE = 7
     BUG = 70
     INTERRUPTED = 130
     OUTPUT_CLOSED = 141
@@ -48,6 +49,7 @@ Exit codes:
   4    the directory is in use by a running training; nothing was deleted
   5    the storage refused or did not answer
   6    this command needs a package that is not installed
+  7    a drill shows nothing: two uninterrupted runs of the script differ
   70   a bug of lightning-ft
   130  interrupted (Ctrl-C)
   141  the reader of the output has gone (| head)

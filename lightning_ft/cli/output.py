@@ -23,6 +23,9 @@ _STEPS_OF_AGE = ((60.0, "s"), (60.0, "min"), (24.0, "h"), (float("inf"), "d"))
 Cell = str | tuple[str, str]
 """Text, or text with a style."""
 
+# Of a name, of which more is left out on a terminal that is narrower still.
+_LEAST_CHARACTERS = 24
+
 
 class Output:
     """Where the answer of a command goes.
@@ -49,10 +52,17 @@ class Output:
         else:
             print(printable(text))
 
-    def table(self, heads: Sequence[str], rows: Sequence[Sequence[Cell]], right: frozenset[str] = frozenset()) -> None:
-        """Columns, for people only; nothing is ever shortened.
+    def table(
+        self,
+        heads: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        right: frozenset[str] = frozenset(),
+        shortened: str | None = None,
+    ) -> None:
+        """Columns, for people only.
 
-        Where a terminal is too narrow, the last column goes under its line. In a pipe: one line each, no colour.
+        Where a terminal is too narrow, the middle of what is in the column `shortened` is left out; and then the last
+        column goes under its line. In a pipe: one line each, whole, no colour.
         """
         if self.as_json:
             return
@@ -62,6 +72,12 @@ class Output:
             *([(printable(text), style) for text, style in row] for row in cells),
         ]
         widths = [max(len(line[number][0]) for line in lines) for number in range(len(heads))]
+        excess = sum(widths) + 2 * (len(widths) - 1) - self.console.width
+        if shortened is not None and self.console.is_terminal and excess > 0:
+            number = heads.index(shortened)
+            widths[number] = max(_LEAST_CHARACTERS, widths[number] - excess)
+            for line in lines[1:]:
+                line[number] = (_without_middle(line[number][0], widths[number]), line[number][1])
         folded = self.console.is_terminal and sum(widths) + 2 * (len(widths) - 1) > self.console.width
         for line in lines:
             padded = [
@@ -100,6 +116,13 @@ def progress_bar(
     with Progress(*columns, console=console, transient=True, disable=silent) as progress:
         task = progress.add_task(title, total=total)
         yield lambda size_bytes: progress.advance(task, size_bytes)
+
+
+def _without_middle(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    tail = (width - 3) * 2 // 3  # names differ at their ends
+    return f"{text[: width - 3 - tail]}...{text[-tail:]}"
 
 
 def printable(text: str) -> str:

@@ -78,7 +78,7 @@ def prune(
     output = Output(as_json)
     options.directory(storage, dirpath, "URL")
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
-        raise typer.BadParameter("nobody can be asked here: --yes or --dry-run is needed", param_hint="--yes")
+        raise Failure("nobody can be asked here: say --yes, or --dry-run; nothing was deleted", Code.USAGE)
     plan = _plan(dirpath, retention, verify, chosen, as_json)
     if plan.newest is None:
         raise Failure(f"URL: {dirpath} has no checkpoint of a run of this package; nothing was deleted", Code.NOTHING)

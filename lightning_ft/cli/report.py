@@ -28,8 +28,10 @@ Words:
   lost     from there to the end of a start that was killed; and what a start
            went back from (DivergenceGuard's rollback)
   stalled  training stood still for a save
-  down     from the end of a start to the beginning of the next one
-  goodput  useful time / time from the first line to the last
+  down     from the end of a start to the beginning of the next one, unless the
+           run had finished
+  start-up from the beginning of the process to the first batch
+  goodput  useful time / time in which the run was up, or down
 
 All of it can be worked out by hand from the files in ft_events/, beside the
 checkpoints: JSON lines, one file per start. A killed start ends with its last
@@ -109,6 +111,8 @@ def _say(output: Output, summary: Summary, wrote: list[str]) -> None:
     output.line()
     heads, rows = words.table(summary)
     output.table(heads, rows, frozenset(heads[1:-1]))
+    for line in words.endings(summary):
+        output.line(line)
     output.line()
     for line in words.advice(summary):
         output.line(line)

@@ -9,6 +9,7 @@ import typer
 
 from lightning_ft._contents import Contents, TensorInPieces, read_contents, read_table
 from lightning_ft._descriptions import Name, Placeholder, StorageDescription, TensorDescription, dotted
+from lightning_ft._names import KEY
 from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
@@ -19,6 +20,9 @@ from lightning_ft.storage import Storage
 
 _UNKNOWN_SHOWN = 10
 _LONGEST_VALUE = 100
+_MODEL = "state_dict"
+# Keys whose tensors are many and small, and nobody's who asks what a model is like.
+_ASIDE = ("callbacks", "loops", KEY)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -35,7 +39,7 @@ names that torch.distributed.checkpoint gives them.
 \b
 Examples:
   lightning-ft show runs/1/step=00001000.ckpt
-  lightning-ft show runs/1/step=00001000.ckpt --values
+  lightning-ft show runs/1/step=00001000.ckpt --all --values
   lightning-ft show s3://bucket/run1/step=00001000.ckpt --only state_dict
   lightning-ft show epoch=3.ckpt --json | jq '.tensors[].name'
 
@@ -59,6 +63,9 @@ def show(
     only: Annotated[
         str | None, typer.Option(metavar="KEY", help="Only what is under this key: state_dict, optimizer_states.0, ...")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Tensors of callbacks, loops and lightning_ft, too: random state, metrics.")
+    ] = False,
     values: Annotated[bool, typer.Option("--values", help="Numbers, strings and other values, too.")] = False,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
@@ -90,7 +97,7 @@ def show(
         if not leaves:
             keys = ", ".join(sorted({dotted(key[:1]) for key, _ in contents.leaves if key}))
             raise typer.BadParameter(f"{path} has no key {only}; at the top there are {keys}", param_hint="--only")
-    _answer(Output(as_json), contents, leaves, with_values=values)
+    _answer(Output(as_json), contents, leaves, with_values=values, everything=everything or only is not None)
     return Code.FINE
 
 
@@ -98,7 +105,9 @@ def _is_under(name: str, key: str | None) -> bool:
     return key is None or name == key or name.startswith(f"{key}.")
 
 
-def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], with_values: bool) -> None:
+def _answer(
+    output: Output, contents: Contents, leaves: list[tuple[str, Any]], with_values: bool, everything: bool
+) -> None:
     tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, TensorDescription)]
     others = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, TensorDescription)]
     totals = _totals(contents)
@@ -131,14 +140,21 @@ def _answer(output: Output, contents: Contents, leaves: list[tuple[str, Any]], w
         frozenset({"size", "tensors", "values"}),
     )
     output.line()
+    # The model first; a stable sort, so that the rest is in the order of the file.
+    ordered = sorted(tensors, key=lambda tensor: tensor[0].partition(".")[0] != _MODEL)
+    shown = [tensor for tensor in ordered if everything or tensor[0].partition(".")[0] not in _ASIDE]
     output.table(
         ("tensor", "dtype", "shape", "size"),
-        [[name, t.dtype, _shape(t.shape), size(t.size_bytes)] for name, t in tensors],
+        [[name, t.dtype, _shape(t.shape), size(t.size_bytes)] for name, t in shown],
         frozenset({"size"}),
+        shortened="tensor",
     )
+    if len(shown) < len(ordered):
+        keys = dict.fromkeys(name.partition(".")[0] for name, _ in ordered if name.partition(".")[0] in _ASIDE)
+        output.line(f"and {count(len(ordered) - len(shown), 'more tensor')} ({', '.join(keys)}): --all", "dim")
     if with_values:
         output.line()
-        output.table(("value", ""), [[name, short(leaf)] for name, leaf in others])
+        output.table(("value", ""), [[name, short(leaf)] for name, leaf in others], shortened="value")
     if contents.unknown:
         names = sorted(contents.unknown)
         more = f" and {len(names) - _UNKNOWN_SHOWN} more" if len(names) > _UNKNOWN_SHOWN else ""
@@ -179,6 +195,7 @@ def _show_directory(output: Output, storage: Storage, path: str, tensors: list[T
         ("tensor", "dtype", "shape", "size", "pieces"),
         [[t.name, t.dtype, _shape(t.shape), size(t.size_bytes), str(t.pieces)] for t in tensors],
         frozenset({"size", "pieces"}),
+        shortened="tensor",
     )
     output.line()
     output.line("the tensors are spread over the files; lightning-ft consolidate makes one file of them", "dim")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from lightning_ft._traces import Difference, Key, Record, key_of
+from lightning_ft.drill import unrestored
 
 NONDETERMINISTIC = "two uninterrupted runs are not equal either: "
 
@@ -17,6 +18,7 @@ _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 _HEXADECIMAL = re.compile(r"'(-?0x[0-9a-f]\.[0-9a-f]+p[+-]\d+)'")
 _SEED = "call seed_everything before anything is made"
 _KERNEL = "a kernel is not deterministic (Trainer(deterministic=True))"
+_UNSEEDED = "a generator of its own, a thread, the clock, or the order of a set"
 _OF_A_FRESH_RUN = {
     "batch": f"the order of the data, or random augmentation, is not seeded: {_SEED}",
     "random state": f"random numbers are not seeded: {_SEED}",
@@ -26,9 +28,15 @@ _OF_A_FRESH_RUN = {
     "optimizer state": f"the same batch and result gave another optimizer state: {_KERNEL}",
     "callbacks": "a callback has state that does not repeat, such as a time",
 }
+# The same, where it is known that the global generators are seeded.
+_OF_A_SEEDED_RUN = {
+    "batch": f"the order of the data, or random augmentation, follows what no seed reaches: {_UNSEEDED}",
+    "random state": "something draws from the global generators as often as a thread, the clock or the order of a set "
+    "has it",
+}
 _AFTER_A_RESTART = {
     "batch": "the sample is made with random numbers that are not restored (drawn in a thread, from a generator of its "
-    "own, from the clock), or the loader has lost its position",
+    "own, from the clock), a hook or callback without state changes the batch, or the loader has lost its position",
     "random state": "the random state was not restored, or something draws random numbers while it is set up",
     "learning rates": "the learning rate scheduler was not restored, or rates are set by hand from what is not saved",
     "scheduler state": "the learning rate scheduler was not restored, or is moved on by hand",
@@ -39,8 +47,10 @@ _AFTER_A_RESTART = {
     "counters of the loops were not restored",
     "batch index": "the counters of the loops were not restored",
     "epoch": "the counters of the loops were not restored",
+    "weights": "something beside the optimizer changes the weights, and its state was not restored",
     "metrics": "a metric is not restored: it is kept outside of self.log and of torchmetrics in the module",
 }
+_MAY_FOLLOW_FROM_ATTRIBUTES = ("metrics", "global step", "weights", "callbacks", "learning rates", "requires_grad")
 _MODEL_CHECKPOINT = (
     "a ModelCheckpoint has forgotten its best models: without a dirpath it writes to where the logger does, and where "
     "that is another directory at every start, Lightning restores none of its state; give it a dirpath"
@@ -117,13 +127,32 @@ def said_of_fresh_runs(difference: Difference) -> str:
     return words.replace("the restarted run", "another run").replace("the uninterrupted run", "one run")
 
 
-def cause_in_fresh_run(differences: Sequence[Difference], found: Difference) -> str:
-    """The likely cause, where two uninterrupted runs differ and `found` is the first difference."""
+def cause_in_fresh_run(
+    differences: Sequence[Difference], found: Difference, seeded: bool = False, same_weights: bool = False
+) -> str:
+    """The likely cause, where two uninterrupted runs differ and `found` is the first difference.
+
+    Args:
+        differences: All.
+        found: The first of them.
+        seeded: Whether seed_everything was called.
+        same_weights: Whether both have begun with the same weights.
+    """
     same = {d.name for d in differences if d.key == found.key and d.rank == found.rank}
+    # Python's generator has another state in every process that was not seeded.
+    known = "seed_everything was called: " if seeded else "the global generators are seeded: "
+    reached = seeded or "random state" not in same
     if found.name == "output" and found.key == ("step", 1):
         if "random state" in same:
-            return NONDETERMINISTIC + _OF_A_FRESH_RUN["random state"]
-        return f"{NONDETERMINISTIC}the weights are not initialised the same ({_SEED}), or {_OF_A_FRESH_RUN['output']}"
+            found = replace(found, name="random state")
+        elif not same_weights:
+            late = f"before the model is made; or from {_UNSEEDED}" if reached else ""
+            seed = f"seeded {late}" if late else _SEED
+            return (
+                f"{NONDETERMINISTIC}the weights are not initialised the same ({seed}), or {_OF_A_FRESH_RUN['output']}"
+            )
+    if reached and found.name in _OF_A_SEEDED_RUN:
+        return NONDETERMINISTIC + known + _OF_A_SEEDED_RUN[found.name]
     return NONDETERMINISTIC + _OF_A_FRESH_RUN.get(found.name, f"{found.name or 'what it does'} does not repeat")
 
 
@@ -131,6 +160,7 @@ def cause_after_restart(
     differences: Sequence[Difference],
     found: Difference,
     expected: Mapping[int, Sequence[Record]],
+    actual: Mapping[int, Sequence[Record]],
     resumed_batch: int | None,
 ) -> str:
     """The likely cause, where two uninterrupted runs are equal and a restarted one is not.
@@ -139,22 +169,28 @@ def cause_after_restart(
         differences: All.
         found: The first of them.
         expected: What the uninterrupted run did, by rank.
+        actual: What the other one did.
         resumed_batch: How many batches were trained when the restart went on; None: it began again.
     """
     if found.kind != "value":
         return _of_records(found)
+    own = unrestored.attributes(expected.get(found.rank, ()), actual.get(found.rank, ()), resumed_batch)
     if found.name == "batch":
-        return _of_batch(found, expected)
+        return _of_batch(found, expected, own)
     same = {d.name for d in differences if d.key == found.key and d.rank == found.rank and d.kind == "value"}
     if found.name == "output":
-        return _of_output(found, same, resumed_batch)
+        return _of_output(found, same, resumed_batch, unrestored.restored(expected, actual, resumed_batch), own)
     if found.name == "weights" and "optimizer state" in same:
         return (_BUCKETS if len(expected) > 2 else "") + _AFTER_A_RESTART["optimizer state"]
-    if found.name == "weights":
-        return "something beside the optimizer changes the weights, and its state was not restored"
     if found.name == "callbacks" and _differing(found).startswith("ModelCheckpoint"):
         return _MODEL_CHECKPOINT
-    return _AFTER_A_RESTART.get(found.name, f"{found.name} was not restored")
+    cause = _AFTER_A_RESTART.get(found.name, f"{found.name} was not restored")
+    return _with_names(cause, own) if found.name in _MAY_FOLLOW_FROM_ATTRIBUTES else cause
+
+
+def _with_names(cause: str, own: Mapping[str, tuple[str, str]]) -> str:
+    names = unrestored.said(own)
+    return f"{cause}; {names}" if names else cause
 
 
 def _differing(found: Difference) -> str:
@@ -163,15 +199,24 @@ def _differing(found: Difference) -> str:
     return names[0] if names else ""
 
 
-def _of_output(found: Difference, same: set[str], resumed_batch: int | None) -> str:
+def _of_output(
+    found: Difference, same: set[str], resumed_batch: int | None, restored: bool, own: Mapping[str, tuple[str, str]]
+) -> str:
     if "random state" in same:
         return _AFTER_A_RESTART["random state"]
-    if found.key[0] == "step" and resumed_batch is not None and found.key[1] == resumed_batch + 1:
-        return (
+    if found.key[0] != "step" or resumed_batch is None or found.key[1] != resumed_batch + 1:
+        cause = "the module has state outside of its state_dict, or random numbers of a generator that is not restored"
+    elif restored:
+        cause = (
+            "the module has state outside of its state_dict: the first batch after the restart, with the same weights, "
+            "optimizer state and random numbers, gave another result"
+        )
+    else:
+        cause = (
             "weights or buffers were not restored, or the module has state outside of its state_dict: the first "
             "batch after the restart, with the same random numbers, gave another result"
         )
-    return "the module has state outside of its state_dict, or random numbers of a generator that is not restored"
+    return _with_names(cause, own)
 
 
 def _of_records(found: Difference) -> str:
@@ -190,7 +235,7 @@ def _of_records(found: Difference) -> str:
     )
 
 
-def _of_batch(found: Difference, expected: Mapping[int, Sequence[Record]]) -> str:
+def _of_batch(found: Difference, expected: Mapping[int, Sequence[Record]], own: Mapping[str, tuple[str, str]]) -> str:
     if found.key[0] != "step":
         return "another batch was validated: the validation loader is shuffled, or draws random numbers of its own"
     # Unshuffled epochs have the same batches: the nearest before it is where a loader would have begun again.
@@ -205,7 +250,10 @@ def _of_batch(found: Difference, expected: Mapping[int, Sequence[Record]]) -> st
     others = [rank for rank, records in expected.items() if rank != found.rank and _has_batch(records, found)]
     if others:
         return f"the ranks were dealt other parts of the data: this is the batch of rank {others[0]}"
-    return _AFTER_A_RESTART["batch"]
+    # The module may change it too, and mostly has nothing to do with it.
+    if besides := unrestored.outside_of_module(own, expected[found.rank]):
+        return f"what makes or changes the batch has state that is not restored: {unrestored.said(besides)}"
+    return _with_names(_AFTER_A_RESTART["batch"], own)
 
 
 def _has_batch(records: Sequence[Record], found: Difference) -> bool:

@@ -5,15 +5,13 @@ Each trial has a directory of its own, with checkpoints and traces; the user's o
 
 from __future__ import annotations
 
-import re
-import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_ft import events, exit_codes
-from lightning_ft._traces import Difference, Record, differences, replayed
-from lightning_ft.drill import diagnosis
-from lightning_ft.drill.command import Ended
+from lightning_ft._traces import Difference, Record, differences, replayed, words
+from lightning_ft.drill import diagnosis, unrestored
+from lightning_ft.drill.endings import failed, problem
+from lightning_ft.drill.points import in_a_later_epoch, points, several_epochs
 from lightning_ft.drill.runs import Drill, Point, Run, Say, start, tidy
 from lightning_ft.drill.verdict import Outcome, Trial, Verdict, place
 
@@ -25,26 +23,28 @@ def drill(plan: Drill, say: Say) -> Outcome:
         CannotStartError: The command cannot be started.
     """
     reference = Run(plan.scratch / "uninterrupted")
-    problem = _uninterrupted(plan, reference, say, "uninterrupted")
-    points = _points(plan, reference) if problem is None else []
-    if problem is None and not points and (every := _saves_in_time(reference)) is not None:
+    wrong = _uninterrupted(plan, reference, say, "uninterrupted")
+    places = _points(plan, reference) if wrong is None else []
+    if wrong is None and not places and (every := _saves_in_time(reference)) is not None:
         plan = replace(plan, save_every_n_steps=every)
         reference = Run(plan.scratch / "uninterrupted-saving")
-        problem = _uninterrupted(plan, reference, say, f"uninterrupted, saved every {every} steps")
-        points = _points(plan, reference) if problem is None else []
-    if problem is not None:
-        return _outcome(plan, reference, [problem])
-    if not points:
+        wrong = _uninterrupted(plan, reference, say, f"uninterrupted, saved every {every} steps")
+        places = _points(plan, reference) if wrong is None else []
+    if wrong is not None:
+        return _outcome(plan, reference, [wrong])
+    if not places:
         cause = "no save was begun before the last batch: save more often, or drill more steps"
-        nothing = _failed("there is nothing to restart from", cause)
+        nothing = failed("there is nothing to restart from", cause)
         return _outcome(plan, reference, [nothing])
     again: list[Run] = []
-    trials = []
-    for number, point in enumerate(points):
+    trials: list[Trial] = []
+    for number, point in enumerate(places):
         killed = Run(plan.scratch / f"killed-{number}")
-        prefix = f"trial {number + 1} of {len(points)}: " if len(points) > 1 else ""
+        prefix = f"trial {number + 1} of {len(places)}: " if len(places) > 1 else ""
         trials.append(_trial(plan, reference, killed, point, _prefixed(say, prefix), again))
         tidy(plan, killed)
+        if not trials[-1].repeatable:  # then the others show nothing either
+            break
     return _outcome(plan, reference, trials)
 
 
@@ -52,7 +52,7 @@ def _uninterrupted(plan: Drill, reference: Run, say: Say, title: str) -> Trial |
     """The run has ended; what is wrong with it, None if nothing is."""
     ended = start(plan, reference, 0, None, say, title)
     tidy(plan, reference)
-    return _problem(ended, reference, plan, "the uninterrupted run")
+    return problem(ended, reference, plan.timeout_secs, "the uninterrupted run")
 
 
 def _saves_in_time(reference: Run) -> int | None:
@@ -62,7 +62,7 @@ def _saves_in_time(reference: Run) -> int | None:
     """
     if not reference.facts(0).get("saves_by_clock"):
         return None
-    steps = [record["values"]["global step"] for record in reference.traces()[0] if record["kind"] == "step"]
+    steps = [record["values"]["global step"] for record in _steps(reference)]
     return max(1, max(steps, default=0) // 4)
 
 
@@ -75,24 +75,27 @@ def _trial(plan: Drill, reference: Run, killed: Run, point: Point, say: Say, aga
     where = place(title)
     ended = start(plan, killed, 0, point, say, f"to be killed at {where}")
     if not ended.killed:
-        if problem := _problem(ended, killed, plan, "the run that was to be killed"):
-            return replace(problem, kill_at=title)
+        if wrong := problem(ended, killed, plan.timeout_secs, "the run that was to be killed"):
+            return replace(wrong, kill_at=title)
         reason = f"the script ended before {where}"
         cause = _why_not_killed(point, reference)
         return Trial(title, Verdict.HARD_FAILURE, reason=reason, cause=cause)
     durable = killed.durable_batch()
     ended = start(plan, killed, 1, None, say, "restarted")
-    resumed = killed.resumed_batch()
-    facts = Trial(title, Verdict.PASS, killed=True, resumed_batch=resumed, durable_batch=durable)
-    if problem := _problem(ended, killed, plan, "the restart"):
-        return replace(
-            facts, verdict=problem.verdict, reason=problem.reason, cause=problem.cause, output=problem.output
-        )
+    resumed = killed.resumed_batch(ended=ended.code == 0)
     expected, actual = reference.traces(), killed.traces()
-    facts = replace(facts, replayed=sum(replayed(records) for records in actual.values()))
+    facts = Trial(
+        title, Verdict.PASS, killed=True, resumed_batch=resumed, durable_batch=durable,
+        replayed=max((replayed(records) for records in actual.values()), default=0),
+    )  # fmt: skip
+    if wrong := problem(ended, killed, plan.timeout_secs, "the restart"):
+        reason, from_ = _beside(wrong.reason, expected, actual, plan.atol)
+        return replace(
+            facts, verdict=wrong.verdict, reason=reason, cause=wrong.cause, output=wrong.output, differ_from=from_
+        )
     if found := _differences(expected, actual, plan.atol):
-        reason, cause = _explained(plan, reference, expected, found, resumed, say, again)
-        return replace(facts, verdict=Verdict.SILENT_DIVERGENCE, reason=reason, cause=cause)
+        reason, cause, from_ = _explained(plan, reference, expected, actual, found, resumed, say, again)
+        return replace(facts, verdict=Verdict.SILENT_DIVERGENCE, reason=reason, cause=cause, differ_from=from_)
     if durable is not None and (resumed or 0) < durable:
         began = "from the beginning" if resumed is None else f"after batch {resumed}"
         reason = f"the restart began {began}, though a checkpoint of batch {durable} was durable"
@@ -118,59 +121,13 @@ def _why_not_killed(point: Point, reference: Run) -> str:
     return "there are not so many events of that kind, or none on that rank"
 
 
-def _problem(ended: Ended, of: Run, plan: Drill, who: str) -> Trial | None:
-    """What is wrong with a run that was to end by itself; None: nothing."""
-    if ended.code is None:
-        reason = f"{who} did not end within {plan.timeout_secs:g} s"
-        return _failed(reason, "it hangs, or --timeout is too short", ended.tail())
-    if ended.code != 0:
-        return _failed(f"{who} ended {_in_words(ended.code)}", _why_ended(ended.tail()), ended.tail())
-    if not of.traces():
-        reason = f"{who} trained nothing with a FaultTolerantCheckpoint"
-        cause = "no Trainer of the script has that callback, or none of them fits"
-        return _failed(reason, cause, ended.tail())
-    return None
-
-
-_OF_AN_OUTPUT = {
-    r"FileNotFoundError: .*\.ckpt": "its trainers write elsewhere in a drill: ask a callback for its files "
-    "(best_model_path, dirpath), not by name",
-    r"No space left on device": "there is no room for the checkpoints of a run: TMPDIR, or --keep, says where else",
-}
-
-
-def _why_ended(tail: str) -> str:
-    """What of a drill may be behind it; empty if that is not known."""
-    return next((cause for pattern, cause in _OF_AN_OUTPUT.items() if re.search(pattern, tail)), "")
-
-
-def _failed(reason: str, cause: str, output: str = "") -> Trial:
-    return Trial(None, Verdict.HARD_FAILURE, reason=reason, cause=cause, output=output)
-
-
-def _in_words(code: int) -> str:
-    if code < 0:
-        return f"by {signal.Signals(-code).name}"
-    names = [name for name, value in vars(exit_codes).items() if name.isupper() and value == code]
-    return f"with exit code {code}" + (f" ({names[0]}, see lightning_ft.exit_codes)" if names else "")
-
-
 def _points(plan: Drill, reference: Run) -> list[Point]:
-    if plan.kill_at is not None:
-        return [Point(plan.kill_at)]
-    lines = reference.lines(0)
-    if plan.sweep:
-        seen = [line["event"] for line in lines if "event" in line]
-        # The second of its kind, so that there was a save before it, where there are two.
-        times = {name: min(seen.count(name), 2) for name in events.DIRECTORY_KILL_POINTS if name in seen}
-        return [Point(f"{name}:{count}" if count > 1 else name) for name, count in times.items()]
-    steps = [record["key"][0] for record in reference.traces()[0] if record["kind"] == "step"]
-    begun = min((line["batch"] for line in lines if line.get("event") == "SaveStarted"), default=None)
-    if begun is None or not steps:
-        return []
-    # After the first save, in the middle if that is later; never at the last batch, after which nothing follows.
-    last = steps[-1] - 1
-    return [Point(min(max(begun + 1, steps[len(steps) // 2]), last), once_durable=True)] if begun < last else []
+    return points(plan.kill_at, plan.sweep, _steps(reference), reference.lines(0))
+
+
+def _steps(reference: Run) -> list[Record]:
+    """What rank 0 has trained."""
+    return [record for record in reference.traces().get(0, []) if record["kind"] == "step"]
 
 
 def _differences(
@@ -179,28 +136,48 @@ def _differences(
     return [d for rank, records in expected.items() for d in differences(records, actual.get(rank, []), rank, atol)]
 
 
+def _beside(
+    reason: str, expected: dict[int, list[Record]], actual: dict[int, list[Record]], atol: float | None
+) -> tuple[str, str]:
+    """`reason`, and from which step on the run differed already before it was killed, which may be behind it."""
+    fresh = [d for d in _differences(expected, actual, atol) if d.kind == "value" and d.start == 0]
+    if not fresh:
+        return reason, ""
+    first = diagnosis.first(fresh, expected)
+    said = diagnosis.said_of_fresh_runs(first)
+    return f"{reason}; and two uninterrupted runs are not equal either: {said}", words(first.key)
+
+
 def _explained(
     plan: Drill,
     reference: Run,
     expected: dict[int, list[Record]],
+    actual: dict[int, list[Record]],
     found: Sequence[Difference],
     resumed: int | None,
     say: Say,
     again: list[Run],
-) -> tuple[str, str]:
-    """The first difference and its likely cause; whether the script repeats itself at all is tried first, once."""
+) -> tuple[str, str, str]:
+    """The first difference, its likely cause, and from where two uninterrupted runs differ, if they do.
+
+    Whether the script repeats itself at all is tried first, once.
+    """
     if not again:
         second = Run(plan.scratch / "uninterrupted-again")
         start(plan, second, 0, None, say, "uninterrupted, once more")
         tidy(plan, second)
         again.append(second)
-    if fresh := _differences(expected, again[0].traces(), plan.atol):
-        first = diagnosis.first(fresh, expected)
-        return diagnosis.said_of_fresh_runs(first), diagnosis.cause_in_fresh_run(fresh, first)
-    first = diagnosis.first(found, expected)
-    if first.kind == "value" and first.start == 0:
-        return diagnosis.said_of_fresh_runs(first), diagnosis.cause_in_fresh_run(found, first)
-    return diagnosis.said(first), diagnosis.cause_after_restart(found, first, expected, resumed)
+    other = again[0].traces()
+    fresh = _differences(expected, other, plan.atol)
+    first = diagnosis.first(fresh or found, expected)
+    if not fresh and first.kind == "value" and first.start == 0:  # it differs now and then only
+        fresh, other = [d for d in found if d.start == 0], actual
+    if fresh:
+        seeded = bool(reference.facts(0).get("seeded"))
+        cause = diagnosis.cause_in_fresh_run(fresh, first, seeded, unrestored.same_weights_at_first(expected, other))
+        return diagnosis.said_of_fresh_runs(first), cause, words(first.key)
+    cause = diagnosis.cause_after_restart(found, first, expected, actual, resumed)
+    return diagnosis.said(first), cause, ""
 
 
 def _outcome(plan: Drill, reference: Run, trials: Sequence[Trial]) -> Outcome:
@@ -220,6 +197,9 @@ def _batches(traces: dict[int, list[Record]]) -> int:
 def _not_covered(plan: Drill, reference: Run, trials: Sequence[Trial], validations: int) -> Iterable[str]:
     if all(trial.resumed_batch is None for trial in trials):
         yield "restarts from a checkpoint: none began with one"
+    elif not any(in_a_later_epoch(_steps(reference), trial.resumed_batch) for trial in trials):
+        why = "" if several_epochs(_steps(reference)) else ": one was trained"
+        yield f"restarts in a later epoch than the first{why}"
     places = ", ".join(place(trial.kill_at) for trial in trials if trial.kill_at is not None)
     if places and not plan.sweep:
         yield f"kills at other places than {places} (--sweep: every event of a save)"

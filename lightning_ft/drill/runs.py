@@ -26,7 +26,8 @@ class Drill:
     Args:
         command: Program and arguments, as for a shell.
         scratch: A directory for everything the runs write.
-        kill_at: Where to kill; None: after a batch in the middle, as soon as a checkpoint is durable.
+        kill_at: Where to kill; None: after a batch in the second epoch, or else in the middle, as soon as a checkpoint
+            of that epoch is durable.
         sweep: Kill at every event of the save protocol that the uninterrupted run shows, one trial each.
         steps: End training after so many optimizer steps; None: where the script ends.
         atol: How far numbers may be apart; None: not at all.
@@ -68,6 +69,9 @@ class Point:
 
     at: KillPoint
     once_durable: bool = False
+    """`at` is a batch, and it is killed after that as soon as a checkpoint is durable."""
+    durable_from: int = 0
+    """... of at least so many batches, if one becomes durable in time."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,16 @@ class Run:
             if base.is_dir():
                 yield from (path for path in base.iterdir() if path.is_dir())
 
-    def resumed_batch(self) -> int | None:
-        """How many batches were trained where the restart went on; None if it began from the beginning."""
+    def resumed_batch(self, *, ended: bool) -> int | None:
+        """How many batches were trained where the restart went on; None if it began again, or never went on.
+
+        Args:
+            ended: Whether it has come to its end.
+        """
         steps = [record for record in read(self.directory, 0) if record["kind"] == "step"]
         first = next((int(record["key"][0]) for record in steps if record["start"] == 1), None)
         if first is None:  # the run was over, and a checkpoint of that was durable
-            return max((int(record["key"][0]) for record in steps), default=None)
+            return max((int(record["key"][0]) for record in steps), default=None) if ended else None
         return first - 1 if any(line.get("event") == "Resumed" for line in self.lines(1)) else None
 
 
@@ -157,6 +165,7 @@ def start(plan: Drill, of: Run, number: int, point: Point | None, say: Say, titl
     assignment = Assignment(
         str(of.directory), number, plan.steps, plan.save_every_n_steps, summaries=plan.atol is not None,
         kill_at=None if point is None else point.at, once_durable=point is not None and point.once_durable,
+        durable_from=0 if point is None else point.durable_from,
     )  # fmt: skip
     counter = _Counter(of.directory / f"{number}.rank0.jsonl")
 

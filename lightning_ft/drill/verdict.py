@@ -16,7 +16,10 @@ class Verdict(str, Enum):
     LOST_WORK = "LOST WORK"
     """Every number is right, but a checkpoint that was durable was not continued from."""
     SILENT_DIVERGENCE = "SILENT DIVERGENCE"
-    """The restarted run went on, with other numbers than the uninterrupted one."""
+    """The restarted run went on, with other numbers than the uninterrupted one.
+
+    Also where two uninterrupted runs have other numbers already: see `Trial.repeatable`.
+    """
     HARD_FAILURE = "HARD FAILURE"
     """A run ended with an error, hung, or was never killed; or there was nothing to restart from."""
 
@@ -46,7 +49,14 @@ class Trial:
     durable_batch: int | None = None
     """Where the newest checkpoint stood that was durable at the kill; None: there was none."""
     replayed: int = 0
-    """Batches trained a second time, over all ranks."""
+    """Batches trained a second time, by each rank."""
+    differ_from: str = ""
+    """The step from which on two uninterrupted runs differ; empty if they do not, as far as is known."""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether two uninterrupted runs were equal, or it did not matter. If not, nothing can be said of restarts."""
+        return not self.differ_from
 
     def text(self) -> Iterator[str]:
         """Lines for people; the first has the verdict."""
@@ -55,7 +65,13 @@ class Trial:
             where = f"{'killed' if self.killed else 'to be killed'} at {place(self.kill_at)}"
         went_on = "" if self.resumed_batch is None else f", went on after batch {self.resumed_batch}"
         twice = f", {self.replayed} trained twice" if self.replayed else ""
-        yield f"{self.verdict.value}: {where}{went_on}{twice}"
+        if not self.repeatable and self.verdict is Verdict.SILENT_DIVERGENCE:
+            yield (
+                f"NOT REPEATABLE: two uninterrupted runs differ from {self.differ_from} on; nothing can be said of "
+                f"restarts ({self.verdict.value}: {where}{went_on}{twice})"
+            )
+        else:
+            yield f"{self.verdict.value}: {where}{went_on}{twice}"
         if self.reason:
             yield f"  {self.reason}"
         if self.cause:
@@ -84,10 +100,16 @@ class Outcome:
         """The worst of all trials."""
         return max((trial.verdict for trial in self.trials), key=lambda verdict: verdict.rank)
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether two uninterrupted runs were equal, or it did not matter."""
+        return all(trial.repeatable for trial in self.trials)
+
     def document(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "verdict": self.verdict.value,
+            "repeatable": self.repeatable,
             "drilled": list(self.command),
             "batches": self.batches,
             "world_size": self.world_size,

@@ -102,6 +102,14 @@ def _draw_starts(axis: Any, summary: Summary, clock: _Clock) -> None:
     _draw_points(axis, _thinned(saves, _MOST_POINTS), marker="|", color="black", markersize=height)
     _draw_points(axis, _thinned(failures, _MOST_POINTS), marker="x", color=COLOURS["lost"], markersize=7)
     rows = range(0, len(starts), _one_in(len(starts), _MOST_ROW_LABELS))
+    for row in rows:  # a row without colour is no mistake
+        if starts[row].training_at is None:
+            begin, end = clock(starts[row].began_at), clock(starts[row].ended_at)
+            before = end > clock(max(start.ended_at for start in starts)) / 2
+            axis.annotate(
+                "nothing was trained", (begin if before else end, row), (-4 if before else 4, 0),
+                textcoords="offset points", ha="right" if before else "left", va="center", size=7,
+            )  # fmt: skip
     axis.set_yticks(rows, [f"start {row + 1}" for row in rows])
     axis.invert_yaxis()
     axis.set_title(_title(summary), loc="left", fontsize=10)

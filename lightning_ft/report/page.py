@@ -34,13 +34,14 @@ def page(summary: Summary, picture: str | None) -> str:
     )
     advice = "".join(f"<p>{html.escape(line)}</p>" for line in words.advice(summary))
     heads, rows = words.table(summary)
+    endings = "".join(f"<p>{html.escape(line)}</p>" for line in words.endings(summary))
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(summary.dirpath)}</title>"
         f"<style>{_STYLE}</style>"
         f"<h1>{html.escape(summary.dirpath)}</h1><p>Made {made:%Y-%m-%d %H:%M} UTC by lightning-ft {__version__}.</p>"
         f"<div class=figures>{figures}</div>"
         f"{picture or '<p>Without matplotlib there is no picture.</p>'}"
-        f"<h2>Starts</h2>{_table(heads, rows)}"
+        f"<h2>Starts</h2>{_table(heads, rows)}{endings}"
         f"<h2>How often to save</h2>{advice}"
         "</html>\n"
     )

@@ -44,6 +44,8 @@ class Recommendation:
     lost_share: float
     """Of the time, if the advice is followed."""
     present_lost_share: float | None
+    too_short: bool
+    """Whether the run has not even been useful for the time between two saves."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,11 @@ def recommend(timeline: Timeline, accounts: list[Account]) -> Recommendation | N
     cost_secs = statistics.median(save.blocked_secs for save in saves)
     mean_failure_secs = failure_secs(timeline.running_secs, timeline.failures)
     advice = advise(cost_secs, statistics.median(save.total_secs for save in final), mean_failure_secs)
-    starting = [account.startup_secs for account in accounts]
+    starting = [
+        account.startup_secs
+        for start, account in zip(timeline.starts, accounts, strict=True)
+        if not start.found_finished
+    ]
     restart_secs = statistics.median(starting) if starting else 0.0
     gaps = [
         later.at - earlier.at
@@ -167,6 +173,7 @@ def recommend(timeline: Timeline, accounts: list[Account]) -> Recommendation | N
         present_interval_secs=present,
         lost_share=lost_share(advice.interval_secs, cost_secs, mean_failure_secs, restart_secs),
         present_lost_share=lost_share(present, cost_secs, mean_failure_secs, restart_secs) if present else None,
+        too_short=sum(account.useful_secs for account in accounts) < advice.interval_secs,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_ft._timeline import Start
 from lightning_ft._words import duration, percent, size
 from lightning_ft.report.summary import Summary
 
@@ -45,18 +46,41 @@ def table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             str(account.lost_steps),
             str(len(start.saves)),
             str(sum(trouble.kind == "save_failed" for trouble in start.troubles)),
-            end(start.how, start.reason, last=number == len(summary.accounts)),
+            _short(start, last=number == len(summary.accounts)),
         )
         for number, (start, account) in enumerate(zip(summary.timeline.starts, summary.accounts, strict=True), 1)
     ]
     return heads, rows
 
 
-def end(how: str | None, reason: str, *, last: bool) -> str:
-    """How a start ended."""
-    if how is None:
+# Of why a start ended, in the table; what is longer is below it.
+_MOST_CHARACTERS = 36
+
+
+def _short(start: Start, *, last: bool) -> str:
+    """How a start ended, in a few words."""
+    if start.found_finished:
+        return "finished before"
+    if start.how is None:
         return "killed, or running" if last else "killed"
-    return f"{how}: {reason}" if reason else how
+    if start.how == "failed":
+        return f"failed: {start.reason.partition(':')[0]}" if start.reason else "failed"
+    text = _whole(start)
+    return text if len(text) <= _MOST_CHARACTERS else start.how
+
+
+def _whole(start: Start) -> str:
+    return f"{start.how}: {start.reason.strip().removesuffix(':')}" if start.reason else str(start.how)
+
+
+def endings(summary: Summary) -> list[str]:
+    """Why starts ended, where that is longer than the table has room for."""
+    starts = summary.timeline.starts
+    return [
+        f"start {number} {_whole(start)}"
+        for number, start in enumerate(starts, 1)
+        if start.reason and _whole(start) != _short(start, last=number == len(starts))
+    ]
 
 
 def advice(summary: Summary) -> list[str]:
@@ -65,11 +89,17 @@ def advice(summary: Summary) -> list[str]:
     if found is None:
         return ["No checkpoint has become durable, so it is not known what one costs."]
     given = found.advice
+    if found.too_short:
+        useful_secs = sum(account.useful_secs for account in summary.accounts)
+        return [
+            f"Too short for advice: it has trained for {duration(useful_secs)}. A save stops training for "
+            f"{duration(given.cost_secs)} (median), which is worth it every {duration(given.interval_secs)}."
+        ]
     because = {
         "optimum": "which is where saves and lost work together cost the least",
         "write": "since a save takes that long in the background, and the next one cannot begin before",
-        "least": f"though {duration(given.optimum_secs)} would be best: below a minute nothing is gained",
-        "most": f"though {duration(given.optimum_secs)} would be best: no more than an hour should be lost",
+        "least": f"the least that is advised (Daly's rule alone: {duration(given.optimum_secs)})",
+        "most": f"the most that is advised, for no more to be lost (Daly's rule alone: {duration(given.optimum_secs)})",
     }[given.limited_by]
     steps = "" if found.every_n_train_steps is None else f", every_n_train_steps={found.every_n_train_steps}"
     lines = [

@@ -164,7 +164,7 @@ def test_a_name_that_was_used_again_meanwhile_stays(ft: Ft, run_dir: Path, monke
 def test_nobody_to_ask(run_dir: Path) -> None:
     answer = program("prune", run_dir, "--keep-last", 1)
     assert answer.code == 2
-    assert "--yes" in answer.err
+    assert answer.err == "lightning-ft prune: nobody can be asked here: say --yes, or --dry-run; nothing was deleted\n"
     assert ours(run_dir) == [2, 4, 6, 8]
 
 

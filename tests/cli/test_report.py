@@ -46,6 +46,7 @@ def test_a_page_and_a_picture(ft: Ft, tmp_path: Path) -> None:
     assert "35.8 %" in text
     assert text.count("<tr>") == 5
     assert text.count("<svg") == 1
+    assert text.count(">nothing was trained<") == 1  # killed before its first step
     assert not re.search(r"<script|src=|href=[\"']http", text)
 
 
@@ -123,6 +124,41 @@ def test_the_advice_for_two_directories_is_from_the_saves_of_one_and_the_uploads
     assert (document["writes"]["median_blocked_secs"], document["writes"]["median_durable_secs"]) == (8.0, 70.0)
     assert document["recommendation"]["advice"]["cost_secs"] == 8.0
     assert document["recommendation"]["present_interval_secs"] == 100.0
+
+
+def ended(at: float, how: str, reason: str) -> Line:
+    return (at, "ended", {"how": how, "reason": reason})
+
+
+def test_why_a_start_ended_is_told_below_the_table(ft: Ft, tmp_path: Path) -> None:
+    """Messages of hundreds of characters have no place in it."""
+    long = "DivergenceError: loss nan in batch 26; " + "indices 1, 2, 3, " * 40
+    write(tmp_path, "1", [started(0), training(1, 0), progress(2, 1), ended(3, "failed", long)])
+    write(tmp_path, "2", [started(4), training(5, 1), ended(6, "failed", "KeyboardInterrupt:")])
+    write(tmp_path, "3", [started(7), training(8, 1), ended(9, "stopped", "SIGTERM on rank 0")])
+    write(tmp_path, "4", [started(9), ended(9, "finished", "")])
+    out = ft("report", tmp_path).out
+    lines = out[out.index("start  ranks") :].splitlines()
+    assert max(map(len, lines[:5])) < 130
+    assert lines[1].endswith("  failed: DivergenceError")
+    assert lines[2].endswith("  failed: KeyboardInterrupt")
+    assert lines[3].endswith("  stopped: SIGTERM on rank 0")
+    assert lines[4].endswith("  finished before")
+    assert lines[5] == f"start 1 failed: {long.strip()}"
+    assert lines[6] == ""
+
+
+def test_a_short_run_gets_no_advice_in_steps_that_it_never_trains(ft: Ft, tmp_path: Path) -> None:
+    three_kills(tmp_path)
+    out = ft("report", tmp_path).out
+    assert "Too short for advice: it has trained for 38.0 s." in out
+    assert "every_n_train_steps" not in out
+    cheap = [committed(60 * n, n, 0.001) for n in range(1, 10)]
+    write(tmp_path, "5", [started(200), training(201, 40), *cheap, progress(900, 99)])
+    out = ft("report", tmp_path).out
+    assert re.search(
+        r"Save every 60.0 s, every_n_train_steps=\d+, the least that is advised \(Daly's rule alone: ", out
+    )
 
 
 def test_a_run_that_has_saved_nothing_yet(ft: Ft, tmp_path: Path) -> None:

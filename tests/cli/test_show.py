@@ -7,6 +7,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import tracemalloc
 import zipfile
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from lightning_ft._contents import read_contents
 from lightning_ft._descriptions import (
@@ -27,6 +29,7 @@ from lightning_ft._descriptions import (
     leaves,
 )
 from lightning_ft._tensors import TensorReader
+from lightning_ft.cli.output import Output
 from lightning_ft.errors import CorruptCheckpointError
 from lightning_ft.storage import Storage
 from tests.cli.conftest import Answer, cut, data_offset, flip, step
@@ -72,6 +75,34 @@ def test_only_and_values(ft: Ft, run_dir: Path) -> None:
     answer = ft("show", step(run_dir, 4), "--only", "state")
     assert answer.code == 2
     assert "state_dict" in answer.err
+
+
+def test_the_model_comes_first_and_what_is_ours_is_summed_up(ft: Ft, run_dir: Path, tmp_path: Path) -> None:
+    out = ft("show", step(run_dir, 4)).out
+    names = re.findall(r"^([a-z_]+)\.\S+ +float32 ", out, re.MULTILINE)
+    assert names[0] == "state_dict"
+    assert "lightning_ft" not in names
+    assert re.search(r"^and \d+ more tensors \(callbacks, lightning_ft\): --all$", out, re.MULTILINE)
+    everything = ft("show", step(run_dir, 4), "--all").out
+    assert "lightning_ft.ranks.0.rng.torch" in everything
+    assert "--all" not in everything
+    assert "lightning_ft.ranks.0.rng.torch" in ft("show", step(run_dir, 4), "--only", "lightning_ft").out
+    torch.save({"optimizer_states": [torch.ones(1)], "state_dict": {"w": torch.ones(1)}}, tmp_path / "x.ckpt")
+    assert re.findall(r"^(\w+)\.", ft("show", tmp_path / "x.ckpt").out, re.MULTILINE)[0] == "state_dict"
+
+
+def test_a_long_name_is_shortened_on_a_terminal_only(
+    tmp_path: Path, ft: Ft, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "ModelCheckpoint" + "{'monitor': 'val_acc'}" * 10 + ".best"
+    torch.save({"callbacks": {long: torch.ones(1)}, "state_dict": {"w": torch.ones(1)}}, tmp_path / "x.ckpt")
+    assert f"callbacks.{long}" in ft("show", tmp_path / "x.ckpt", "--all").out
+    output = Output(as_json=False)
+    output.console = Console(force_terminal=True, width=80, no_color=True, highlight=False, markup=False)
+    output.table(("tensor", "dtype", "size"), [[long, "float32", "4 B"], ["w", "float32", "4 B"]], shortened="tensor")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert re.fullmatch(r"ModelCheckpoint\{.*\.\.\..*\.best +float32 +4 B", lines[1])
 
 
 def test_what_cannot_be_shown(ft: Ft, run_dir: Path, tmp_path: Path) -> None:

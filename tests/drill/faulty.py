@@ -61,6 +61,17 @@ class ForgetfulStream(IterableDataset[Tensor]):
         pass
 
 
+class EndlessStream(IterableDataset[Tensor]):
+    """Goes on in the next epoch where it was, and keeps no state."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(64):
+            yield torch.rand(4, generator=self.generator)
+
+
 class ForgetfulLoader(DataLoader[Tensor]):
     def state_dict(self) -> dict[str, int]:
         return {"position": 0}
@@ -79,6 +90,16 @@ class Counter(L.Callback):
 
     def state_dict(self) -> dict[str, int]:
         return {"count": self.count}
+
+
+class Curriculum(L.Callback):
+    """Changes the batch by what it keeps nowhere."""
+
+    scale = 1.0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        self.scale *= 0.99
+        batch.mul_(self.scale)
 
 
 class VersionedLogger(CSVLogger):
@@ -156,17 +177,22 @@ def main() -> None:
     model = Net()
     if FAULT == "loader position lost":
         train: DataLoader[Tensor] = ForgetfulLoader(ForgetfulStream(), batch_size=4)
+    elif FAULT == "stream that goes on":
+        train = DataLoader(EndlessStream(), batch_size=4)
     else:
         train = DataLoader(Numbers(), batch_size=4, shuffle=True)
     callbacks: list[L.Callback] = [ft.FaultTolerantCheckpoint(DIRPATH, every_n_train_steps=4)]
     if FAULT == "callback that takes nothing back":
         callbacks.append(Counter())
+    if FAULT == "batch changed by a callback":
+        callbacks.append(Curriculum())
     logger: Any = False
     if FAULT == "ModelCheckpoint without a dirpath":
         logger = VersionedLogger("logs")
         callbacks.append(ModelCheckpoint(monitor="loss_of_step", every_n_train_steps=2, save_top_k=2))
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=2 if FAULT == "stream that goes on" else 1, accelerator="cpu", logger=logger,
+        enable_progress_bar=False, enable_model_summary=False,
         devices=DEVICES, strategy="ddp" if DEVICES > 1 else "auto", val_check_interval=8, num_sanity_val_steps=0,
         callbacks=callbacks,
     )  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_ft._traces import Record, differences
-from lightning_ft.drill import diagnosis
+from lightning_ft._traces import Difference, Record, differences
+from lightning_ft.drill import diagnosis, unrestored
 
 
 def step(batch: int, /, **values: Any) -> Record:
@@ -21,7 +21,7 @@ def diagnosed(expected: dict[int, list[Record]], actual: dict[int, list[Record]]
     actual = {rank: [*expected[rank][:resumed], *records] for rank, records in actual.items()}
     found = [d for rank in expected for d in differences(expected[rank], actual[rank], rank)]
     first = diagnosis.first(found, expected)
-    return f"{diagnosis.said(first)}; {diagnosis.cause_after_restart(found, first, expected, resumed)}"
+    return f"{diagnosis.said(first)}; {diagnosis.cause_after_restart(found, first, expected, actual, resumed)}"
 
 
 def test_the_rank_where_it_begins_is_named_though_all_ranks_follow() -> None:
@@ -109,6 +109,62 @@ def test_a_backward_pass_that_is_not_deterministic_is_named() -> None:
     first = diagnosis.first(found, expected)
     assert diagnosis.said_of_fresh_runs(first) == "step 1: weights differs: w in one run, x in another"
     assert "the same batch and result gave other weights: a kernel" in diagnosis.cause_in_fresh_run(found, first)
+
+
+def fresh(*names: str, batch: int = 1, **how: bool) -> str:
+    """The cause, where two uninterrupted runs differ in these."""
+    found = [Difference("value", ("step", batch), 0, name=name) for name in names]
+    return diagnosis.cause_in_fresh_run(found, diagnosis.first(found, {0: [step(batch)]}), **how)
+
+
+def test_who_has_seeded_is_not_told_to_seed() -> None:
+    """Python's generator begins anew in every process without a seed, so that equal ones were seeded."""
+    for text in (fresh("batch", "random state"), fresh("random state"), fresh("output", "random state")):
+        assert "call seed_everything" in text
+    assert "the global generators are seeded: the order of the data" in fresh("batch")
+    assert "seed_everything was called: the order of the data" in fresh("batch", "random state", seeded=True)
+    assert "seed_everything was called: something draws" in fresh("random state", seeded=True)
+    for text in (fresh("batch"), fresh("batch", seeded=True), fresh("random state", seeded=True), fresh("output")):
+        assert "call seed_everything" not in text
+
+
+def test_weights_that_are_equal_at_first_are_not_suspected() -> None:
+    assert "the weights are not initialised the same (seeded before the model is made" in fresh("output")
+    assert "initialised" not in fresh("output", same_weights=True)
+    assert "the same batch gave another result: a kernel" in fresh("output", same_weights=True)
+
+
+def test_weights_that_were_restored_are_not_suspected() -> None:
+    expected = {0: [step(n, output="o", optimizer_state="s") for n in range(1, 5)]}
+    begun = {"weights": "w", "optimizer state": "s"}
+    for at_first, suspected in ((begun, False), ({**begun, "weights": "x"}, True), ({}, True)):
+        text = diagnosed(expected, {0: [{**step(3, output="p", optimizer_state="s"), "begun": at_first}]})
+        assert "the module has state outside of its state_dict" in text
+        assert ("weights or buffers were not restored" in text) == suspected
+
+
+def with_attributes(record: Record, start: int = 0, **values: str) -> Record:
+    return {**record, "start": start, "attributes": {f"Net.{name}": value for name, value in values.items()}}
+
+
+def test_an_attribute_that_was_not_restored_is_named_and_no_clock() -> None:
+    whole = [with_attributes(step(n, output="o"), level=str(n), clock=f"a{n}", same="1") for n in range(1, 5)]
+    killed = [with_attributes(step(n, output="o"), level=str(n), clock=f"b{n}", same="1") for n in range(1, 4)]
+    restarted = [with_attributes(step(n, output="p"), 1, level="0", clock=f"c{n}", same="1") for n in range(3, 5)]
+    found = list(differences(whole, [*killed, *restarted], 0))
+    first = diagnosis.first(found, {0: whole})
+    text = diagnosis.cause_after_restart(found, first, {0: whole}, {0: [*killed, *restarted]}, 2)
+    assert "; `Net.level` was 3 and is 0 after the restart: put it into state_dict" in text
+    assert "clock" not in text
+    assert "same" not in text.partition("`")[2]
+
+
+def test_attributes_are_written_for_people() -> None:
+    values = {"Net.avg": ("0.42741716456527523", "-1.0"), "Net.near": ("0.10000000000000001", "0.10000000000000002")}
+    text = unrestored.said({**values, "Net.list": ("cc2abe0dc8bc34ff6be00051f4ba5e9d", "not there")})
+    assert "`Net.avg` was 0.427417 and is -1.0 after the restart, " in text
+    assert "`Net.near` was 0.10000000000000001 and is 0.10000000000000002 after" in text
+    assert "`Net.list` was cc2abe0d and is not there after" in text
 
 
 def test_numbers_within_the_tolerance_are_equal_also_those_that_are_none() -> None:

@@ -34,13 +34,16 @@ def test_the_document_is_what_help_says(tmp_path: Path) -> None:
     answer = drill("--json", "--kill-at-step", "10", "--", sys.executable, VARIED, "plain", tmp_path / "users")
     assert answer.code == 0, answer.out
     document = answer.json
-    keys = ["command", "verdict", "drilled", "batches", "world_size", "validations", "trials", "not_covered"]
+    keys = [
+        "command", "verdict", "repeatable", "drilled", "batches", "world_size", "validations", "trials", "not_covered",
+    ]  # fmt: skip
     assert list(document) == keys
     (trial,) = document["trials"]
     resumed = trial["resumed_batch"]
     assert trial == {
         "kill_at": "10", "killed": True, "verdict": "PASS", "reason": "", "cause": "", "output": "",
         "resumed_batch": resumed, "durable_batch": resumed, "replayed": 10 - resumed,
+        "differ_from": "",
     }  # fmt: skip
     help_text = drill("--help").out
     assert all(key in help_text for key in (*keys[1:], *trial))
@@ -57,6 +60,8 @@ def test_two_ranks_of_lightnings_launcher(tmp_path: Path) -> None:
     document = answer.json
     assert (answer.code, document["verdict"], document["world_size"]) == (0, "PASS", 2), document
     assert document["batches"] == 8  # of each rank
+    (trial,) = document["trials"]
+    assert trial["replayed"] == int(trial["kill_at"]) - trial["resumed_batch"]  # by each
     assert "several machines" in document["not_covered"]
     assert "several ranks" not in document["not_covered"]
     for name in ("uninterrupted/0", "killed-0/0", "killed-0/1"):

@@ -21,6 +21,7 @@ from lightning_ft import _emergency, storage
 from lightning_ft._digest import digest
 from lightning_ft._left_out import VARIABLE
 from lightning_ft._names import KEY
+from lightning_ft._survey import survey
 from lightning_ft.testing import assert_resume_exact
 from tests.guards import diverging as d
 from tests.trainer import cases as c
@@ -89,6 +90,8 @@ def test_the_emergency_checkpoint_says_what_happened_and_nobody_resumes_from_it(
     assert info.problem is None
     assert info.manifest is not None
     assert (info.manifest.reason, info.manifest.boundary) == ("emergency", "none")
+    (row,) = [row for row in survey(str(Path(error.emergency).parent), "size").rows if row.path == error.emergency]
+    assert row.note == 'the state when the loss had gone bad, to look into; "last" does not take it'
     state = ours(error.emergency)
     about = state["emergency"]
     assert about["batch"] == BAD_BATCH

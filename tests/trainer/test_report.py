@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 
 import lightning_ft as ft
 from lightning_ft import _history
+from lightning_ft._chronicle import Chronicle
 from lightning_ft._timeline import read
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.guards import diverging
 from tests.trainer import scenarios as s
+
+
+def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
+    """Neither is it one of the machine's, nor does it leave a colon behind which nothing comes."""
+    stop = SimpleNamespace(reason="SIGINT on rank 0")
+    ends = [
+        (KeyboardInterrupt(), None, ("stopped", "Ctrl-C")),
+        (KeyboardInterrupt(), stop, ("stopped", "at once, by a second Ctrl-C (SIGINT on rank 0)")),
+        (ValueError(), None, ("failed", "ValueError")),
+        (ValueError("x: "), None, ("failed", "ValueError: x")),
+    ]
+    plugin = SimpleNamespace(storage_options=None)
+    for number, (error, asked, expected) in enumerate(ends):
+        ranks = SimpleNamespace(world_size=1)
+        fit = SimpleNamespace(dirpath=str(tmp_path / str(number)), ranks=ranks, stop=lambda asked=asked: asked)
+        chronicle = Chronicle(fit, plugin, 1)  # type: ignore[arg-type]
+        chronicle.failed(error)
+        chronicle.close()
+        last = json.loads(Path(chronicle.path).read_text().splitlines()[-1])
+        assert (last["how"], last["reason"]) == expected
 
 
 def make_trainer(dirpath: str) -> L.Trainer:
@@ -45,7 +67,10 @@ def test_three_kills_are_three_restarts_and_the_steps_that_were_trained_twice(tm
         end = max([begin, *counted])
         stalls = [r["blocked_secs"] for r in start if r["event"] == "committed" and r["at"] <= end]
         useful += max(0.0, end - begin - sum(stalls))
-    assert timeline.goodput == pytest.approx(useful / (starts[-1][-1]["at"] - starts[0][0]["at"]))
+    # From the beginning of the first process, a while before its first line.
+    began = [start[0]["process_at"] for start in starts]
+    assert all(process_at < start[0]["at"] for process_at, start in zip(began, starts, strict=True))
+    assert timeline.goodput == pytest.approx(useful / (starts[-1][-1]["at"] - began[0]))
 
 
 def test_what_a_rollback_undoes_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,27 @@ def test_who_was_asked_to_stop_has_not_failed(tmp_path: Path, how: str, failures
     assert timeline.starts[0].reason == "so"
 
 
+def test_start_up_begins_with_the_process(tmp_path: Path) -> None:
+    """Imports take longer than all that the fit does before its first batch."""
+    write(tmp_path, "1", [started(0), training(1, 0), progress(10, 9)])
+    write(tmp_path, "2", [(20, "started", {"start": 2, "process_at": 13}), training(21, 9), progress(30, 18)])
+    # What cannot be is not believed.
+    write(tmp_path, "3", [(40, "started", {"start": 3, "process_at": 99}), training(41, 18), progress(42, 19)])
+    first, second, third = read(str(tmp_path), Storage()).accounts
+    assert (first.down_secs, second.startup_secs, third.startup_secs) == (3, 8, 1)
+
+
+def test_a_run_that_has_finished_is_not_down_and_finding_it_so_is_no_restart(tmp_path: Path) -> None:
+    write(tmp_path, "1", [started(0), training(1, 0), progress(5, 9)])
+    write(tmp_path, "2", [started(7, 2), training(8, 9), progress(9, 10), (10, "ended", {"how": "finished"})])
+    write(tmp_path, "3", [started(1000, 3), (1005, "ended", {"how": "finished"})])
+    write(tmp_path, "4", [started(2000, 4), (2005, "ended", {"how": "finished"})])
+    timeline = read(str(tmp_path), Storage())
+    assert (timeline.restarts, [account.down_secs for account in timeline.accounts]) == (1, [2, 0, 0, 0])
+    assert (timeline.elapsed_secs, timeline.running_secs) == (10, 8)
+    assert [account.startup_secs for account in timeline.accounts] == [1, 1, 0, 0]
+
+
 def test_a_finished_run_that_is_trained_on_has_lost_nothing(tmp_path: Path) -> None:
     write(tmp_path, "1", [started(0), training(1, 0), progress(5, 9), (6, "ended", {"how": "finished"})])
     write(tmp_path, "2", [started(7), training(8, 4), progress(9, 5)])

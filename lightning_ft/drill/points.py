@@ -1,0 +1,80 @@
+"""Where a drill kills a run, from what the uninterrupted run has shown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_ft import events
+from lightning_ft._kill_point import KillPoint
+from lightning_ft._traces import Record
+from lightning_ft.drill.runs import Point
+
+
+def points(
+    kill_at: KillPoint | None, sweep: bool, steps: Sequence[Record], lines: Sequence[Mapping[str, Any]]
+) -> list[Point]:
+    """One per trial; none if nothing could be restarted from.
+
+    Args:
+        kill_at: What was asked for.
+        sweep: Whether all events of a save were asked for.
+        steps: What rank 0 has trained, in order.
+        lines: Its events.
+    """
+    if kill_at is not None:
+        return [Point(kill_at)]
+    if sweep:
+        seen = [line["event"] for line in lines if "event" in line]
+        # The second of its kind, so that there was a save before it, where there are two.
+        times = {name: min(seen.count(name), 2) for name in events.DIRECTORY_KILL_POINTS if name in seen}
+        return [Point(f"{name}:{count}" if count > 1 else name) for name, count in times.items()]
+    saves = sorted({int(line["batch"]) for line in lines if line.get("event") == "SaveStarted"})
+    if not saves or not steps:
+        return []
+    for begun, kill_after in (*_in_later_epochs(steps, saves), _in_the_middle(steps, saves)):
+        if begun < kill_after:
+            return [Point(kill_after, once_durable=True, durable_from=begun)]
+    return []
+
+
+def _in_later_epochs(steps: Sequence[Record], saves: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Saves, each with a batch after it: a restart in the first epoch shows nothing of what epochs do to each other.
+
+    The second epoch comes first, and a save within it before one at its edge, which restores no position in it.
+    """
+    later = list(_epochs(steps).values())[1:]
+    for first, last in later:
+        if inside := [save for save in saves if first <= save < last - 1]:
+            yield inside[0], max(inside[0] + 1, (first + last) // 2)
+    for first, last in later:
+        middle = (first + last) // 2
+        if first < middle < last and (before := [save for save in saves if save < first]):
+            yield before[-1], middle
+
+
+def _in_the_middle(steps: Sequence[Record], saves: Sequence[int]) -> tuple[int, int]:
+    """The first save, and the middle of the run if that is later; never the last batch, after which nothing follows."""
+    last = int(steps[-1]["key"][0]) - 1
+    return saves[0], min(max(saves[0] + 1, int(steps[len(steps) // 2]["key"][0])), last)
+
+
+def _epochs(steps: Sequence[Record]) -> dict[int, tuple[int, int]]:
+    """The first and the last batch of each."""
+    spans: dict[int, tuple[int, int]] = {}
+    for record in steps:
+        epoch, batch = record["values"]["epoch"], int(record["key"][0])
+        spans[epoch] = (spans.get(epoch, (batch, batch))[0], batch)
+    return spans
+
+
+def in_a_later_epoch(steps: Sequence[Record], resumed_batch: int | None) -> bool:
+    """Whether a restart that went on after so many batches went on in another epoch than the first."""
+    if resumed_batch is None:
+        return False
+    return any(resumed_batch + 1 >= first for first, _ in list(_epochs(steps).values())[1:])
+
+
+def several_epochs(steps: Sequence[Record]) -> bool:
+    """Whether more than one was begun."""
+    return len(_epochs(steps)) > 1
