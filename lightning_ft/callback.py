@@ -12,7 +12,7 @@ from typing import Any, Literal
 from weakref import proxy
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -36,11 +36,11 @@ from lightning_ft._early import Early
 from lightning_ft._fetched import Fetched
 from lightning_ft._measuring import require_measurable
 from lightning_ft._preemption import stand_aside
+from lightning_ft._requirements import is_tried_out, require_local_tier, require_strategy
 from lightning_ft._session import Session
 from lightning_ft._settings import Settings
 from lightning_ft._shared_verification import SharedVerification
-from lightning_ft._two_tiers import LocalTier, require_different
-from lightning_ft._written_by import saves_sharded, saves_through_plugin
+from lightning_ft._two_tiers import LocalTier
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
@@ -217,35 +217,13 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
-        if not saves_through_plugin(trainer.strategy):
-            raise ConfigurationError(
-                f"strategy {type(trainer.strategy).__name__} writes checkpoints past the checkpoint plugin, so they "
-                "would be neither atomic nor verified; use a single-device or DDP strategy, or FSDPStrategy or "
-                "ModelParallelStrategy of lightning_ft"
-            )
+        require_strategy(trainer.strategy)
         require_measurable(self.settings.trigger, plugin)
-        sharded = saves_sharded(trainer.strategy, plugin)
-        finders = [c for c in _loops.callbacks(trainer) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
-        if any(c._early_exit for c in finders):
-            return  # a `Tuner` tries out batch sizes or learning rates: that is no run to be saved
-        if finders:
-            raise ConfigurationError(
-                f"{type(finders[0]).__name__} trains at every start, also at a restart, before anything is restored; "
-                "tune first (lightning.pytorch.tuner.Tuner), and fit without it"
-            )
+        if is_tried_out(trainer):
+            return
         self.dirpath = self._directory(trainer)
         if self.settings.local is not None:
-            require_different(self.settings.local.dirpath, self.dirpath)
-            if sharded:
-                raise ConfigurationError(
-                    f"local_dirpath={self.settings.local.dirpath!r}: {type(trainer.strategy).__name__} writes sharded "
-                    "checkpoints, of which a local disk would have the parts of some ranks only; save full ones"
-                )
-            if plugin is None:
-                raise ConfigurationError(
-                    f"local_dirpath={self.settings.local.dirpath!r}: only FaultTolerantCheckpointIO copies checkpoints "
-                    f"from there, and this trainer has {type(trainer.strategy.checkpoint_io).__name__}"
-                )
+            require_local_tier(self.settings.local, self.dirpath, trainer.strategy, plugin)
         if self._guarded_by_default:
             # Not before: a signal that arrives where there is no fit has nothing to save, and is to end the process.
             self.settings = replace(self.settings, guards=(PreemptionGuard(), DivergenceGuard()))

@@ -30,7 +30,7 @@ LAYERS: dict[int, str] = {
     "_loops _news _metrics _loaders _compare _written_by _recorder _consolidate _loading _merge _takeover "
     "_consistent _sharded_loading strategies _parallel_writes _before _validation _voting _hang _preemption "
     "_own_signals _leaving _left_out _emergency _last_finite _rollback _divergence_watch _exceptions _launched _early "
-    "_console _drilled _settings _due _ending _boundaries _redirect _durability _measuring preset _own_attributes",
+    "_console _requirements _drilled _settings _due _ending _boundaries _redirect _durability _measuring preset _own_attributes",
     5: "testing cli drill report _fixture",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
