@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import zipfile
 import zlib
@@ -150,6 +151,10 @@ def opened(file: BinaryIO, path: str) -> Iterator[zipfile.ZipFile]:
                     info.CRC = None  # type: ignore[assignment]  # so that `zipfile` compares nothing
             yield archive
     except _NONSENSE as error:
+        raise CorruptCheckpointError(path, f"the archive is damaged: {error}") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a local file: an offset in the archive that is below zero
+            raise
         raise CorruptCheckpointError(path, f"the archive is damaged: {error}") from error
 
 
