@@ -156,9 +156,7 @@ def opened(file: BinaryIO, path: str) -> Iterator[zipfile.ZipFile]:
         if error.errno != errno.EINVAL:
             raise
         # A local file cannot be sought to where a damaged offset points: before its beginning, or beyond 2^63 bytes.
-        raise CorruptCheckpointError(
-            path, "the archive is damaged: an offset in it lies outside of any file"
-        ) from error
+        raise CorruptCheckpointError(path, "the archive is damaged: an offset lies outside of any file") from error
 
 
 def has_checksums(archive: zipfile.ZipFile) -> bool:

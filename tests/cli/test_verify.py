@@ -117,6 +117,16 @@ def test_every_flipped_bit_is_found_and_placed(run_dir: Path, tmp_path: Path) ->
             assert finding.damages
 
 
+def test_an_offset_below_zero_is_damage_and_no_fault_of_the_storage(run_dir: Path, tmp_path: Path) -> None:
+    source = step(run_dir, 4).read_bytes()
+    begin = source.rindex(b"PK\x06\x06")  # says where the table of contents is
+    for bit in range(8 * begin, 8 * (begin + 76)):
+        data = bytearray(source)
+        data[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "flipped.ckpt").write_bytes(data)
+        assert check(Storage(), str(tmp_path / "flipped.ckpt")).state == "broken", bit
+
+
 def test_foreign_files_by_their_own_checksums(ft: Ft, plain_dir: Path) -> None:
     answer = ft("verify", plain_dir, "--json")
     assert answer.code == 0
