@@ -18,8 +18,8 @@ environment itself is what broke.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_ft import _registry
 from lightning_ft.__about__ import __version__
+from lightning_ft._sharded import registry
 
 if TYPE_CHECKING:
     import lightning_ft.events as events
@@ -138,4 +138,4 @@ def __dir__() -> list[str]:
 
 
 # Two names in a dictionary of Lightning's, once that is imported; nothing is imported for it.
-_registry.register()
+registry.register()

@@ -18,29 +18,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft import (
-    _callbacks,
-    _choose,
-    _console,
-    _drilled,
-    _durability,
-    _guarding,
-    _hang,
-    _leaving,
-    _loops,
-    _names,
-)
-from lightning_ft._ballot import WITHIN
-from lightning_ft._dist import Ranks, raised_everywhere
-from lightning_ft._early import Early
-from lightning_ft._fetched import Fetched
-from lightning_ft._measuring import require_measurable
-from lightning_ft._preemption import stand_aside
-from lightning_ft._requirements import is_tried_out, require_local_tier, require_strategy
-from lightning_ft._session import Session
-from lightning_ft._settings import Settings
-from lightning_ft._shared_verification import SharedVerification
-from lightning_ft._two_tiers import LocalTier
+from lightning_ft import _names
+from lightning_ft._fit import callbacks, console, durability, guarding, loops
+from lightning_ft._fit.requirements import is_tried_out, require_local_tier, require_strategy
+from lightning_ft._fit.session import Session
+from lightning_ft._fit.settings import Settings
+from lightning_ft._fit.two_tiers import LocalTier
+from lightning_ft._hang import watch
+from lightning_ft._history.measuring import require_measurable
+from lightning_ft._preemption import leaving
+from lightning_ft._preemption.watch import stand_aside
+from lightning_ft._proof import drilled
+from lightning_ft._ranks.dist import Ranks, raised_everywhere
+from lightning_ft._ranks.early import Early
+from lightning_ft._restart import choose
+from lightning_ft._restart.fetched import Fetched
+from lightning_ft._restart.shared_verification import SharedVerification
+from lightning_ft._vote.ballot import WITHIN
 from lightning_ft.discovery import Depth
 from lightning_ft.errors import CheckpointError, ConfigurationError
 from lightning_ft.guards import AnyGuard, DivergenceGuard, Guard, HangGuard, PreemptionGuard
@@ -50,7 +44,7 @@ from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger
 
 _log = logging.getLogger(__name__)
-_console.install()
+console.install()
 
 
 class FaultTolerantCheckpoint(ModelCheckpoint):
@@ -150,7 +144,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             raise ConfigurationError(
                 f"max_restarts_without_progress={patience!r}: a whole number, at least 1, is needed; None: no limit"
             )
-        _drilled.begin()
+        drilled.begin()
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -159,7 +153,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
             max_restarts_without_progress=patience,
-            warn_if_not_durable_after=_durability.check(warn_if_not_durable_after),
+            warn_if_not_durable_after=durability.check(warn_if_not_durable_after),
             **flags,
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
@@ -211,11 +205,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._others = self._other_checkpoints(trainer)
         plugin = self._install_plugin(trainer)
-        self._forget_names = _callbacks.find_wrapped_weights(trainer)
+        self._forget_names = callbacks.find_wrapped_weights(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._stands_aside = stand_aside(self.settings.guards, trainer)
             return
-        if sum(isinstance(c, FaultTolerantCheckpoint) for c in _loops.callbacks(trainer)) > 1:
+        if sum(isinstance(c, FaultTolerantCheckpoint) for c in loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
         require_strategy(trainer.strategy)
         require_measurable(self.settings.trigger, plugin)
@@ -227,8 +221,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if self._guarded_by_default:
             # Not before: a signal that arrives where there is no fit has nothing to save, and is to end the process.
             self.settings = replace(self.settings, guards=(PreemptionGuard(), DivergenceGuard()))
-        _guarding.arm(self.settings.guards)
-        self._early.meet(_loops.collective_timeout(trainer) or WITHIN)
+        guarding.arm(self.settings.guards)
+        self._early.meet(loops.collective_timeout(trainer) or WITHIN)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         self._session = Session(
@@ -236,7 +230,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._run_id if fitted_before else "", self._damaged,
         )  # fmt: skip
         self._early.close()
-        _leaving.leave_spawned(trainer, partial(self.on_exception, trainer, pl_module))
+        leaving.leave_spawned(trainer, partial(self.on_exception, trainer, pl_module))
 
     def _install_plugin(self, trainer: pl.Trainer) -> FaultTolerantCheckpointIO | None:
         present = trainer.strategy._checkpoint_io
@@ -271,7 +265,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        _leaving.leave_with_spawned(trainer, exception)
+        leaving.leave_with_spawned(trainer, exception)
         raised = exception
         if self._session is not None:
             raised = self._session.failed(exception)
@@ -279,7 +273,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             raised = self._early.failed(exception)
         self._close()
         if raised is not exception:
-            _leaving.end_with(trainer, raised)
+            leaving.end_with(trainer, raised)
 
     def _close(self) -> None:
         if self._session is not None:
@@ -290,7 +284,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         for forget in (self._forget_choice, self._forget_names, self._stands_aside):
             if forget is not None:
                 forget()
-        _guarding.disarm()
+        guarding.disarm()
         self._early.close()
         self._early = Early()
         self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
@@ -302,12 +296,12 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """Called by Lightning for ``ckpt_path="last"``, before `setup`. Ranks: all; rank 0 decides."""
         if self._is_fit(trainer):
-            _guarding.arm(self.settings.guards)
+            guarding.arm(self.settings.guards)
         if trainer.world_size > 1:
-            with _hang.awaited(trainer):
+            with watch.awaited(trainer):
                 trainer.strategy.setup_environment()  # idempotent; without it there is nobody to tell
         if self._is_fit(trainer):
-            self._early.meet(_loops.collective_timeout(trainer) or WITHIN)
+            self._early.meet(loops.collective_timeout(trainer) or WITHIN)
         ranks = self._ranks = self._ranks or Ranks()
         plugin = self._install_plugin(trainer)
         dirpath = self._directory(trainer)
@@ -315,7 +309,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         options = plugin.storage_options if plugin is not None else None
         fetched, sharing = Fetched(), SharedVerification(ranks.rank, ranks.world_size, options)
         try:
-            path, ours = _choose.choose_for_all(
+            path, ours = choose.choose_for_all(
                 ranks, dirpath, depth, options, self.settings.local, fetched, sharing,
                 self.settings.max_restarts_without_progress,
             )  # fmt: skip
@@ -332,10 +326,10 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                     raise CheckpointError(
                         f'no checkpoint in {dirpath} for ckpt_path="last": without one, untrained weights would be used'
                     )
-                _choose.announce_fresh_start(dirpath, options)
+                choose.announce_fresh_start(dirpath, options)
             return set()
         self._chosen = path
-        self._forget_choice = _choose.insist(trainer, path)
+        self._forget_choice = choose.insist(trainer, path)
         return {path}
 
     # -- one call each -------------------------------------------------------------------------------------------
@@ -355,7 +349,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         # collective then, and nothing to restart from exactly.
         if self._session is None:
             return
-        if self._session.saves or not (trainer.interrupted or _loops.half_done(trainer)):
+        if self._session.saves or not (trainer.interrupted or loops.half_done(trainer)):
             self._session.add_state(checkpoint)
 
     @override
@@ -374,7 +368,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        # Steps are watched where optimizers make them (see `_session`); this is for one that is not torch's own.
+        # Steps are watched where optimizers make them (see `_fit.session`); this is for one that is not torch's own.
         if self._session is not None:
             self._session.before_optimizer_step()
 

@@ -10,10 +10,10 @@ another process there. What makes that exact, whatever the number of workers and
 3. Every batch of indices carries a seed, which the dataset applies where the batch is made: in the worker, or in the
    main process. Random augmentation then depends neither on the worker count nor on prefetching.
 
-That is for loaders of kind ``indexed``; for the others see `_kinds`.
+That is for loaders of kind ``indexed``; for the others see `_data.kinds`.
 
 On another number of ranks, an ``indexed`` loader goes on within an epoch: what is left of the order is dealt out anew
-(`_elastic`, `_deal`). The others, whose positions are those of one rank, are refused there.
+(`_data.elastic`, `_data.deal`). The others, whose positions are those of one rank, are refused there.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ft import _deal, _elastic, _headway, _rng
-from lightning_ft._digest import digest
-from lightning_ft._elastic import Change, DataRank
-from lightning_ft._kinds import is_stateful, kind_of, kind_of_dataset, leaves_by_itself, length_of
-from lightning_ft._order import IndexSource, RepeatedOrder, SamplerState, SeededDataset
+from lightning_ft._data import deal as _deal
+from lightning_ft._data import elastic
+from lightning_ft._data.elastic import Change, DataRank
+from lightning_ft._data.kinds import is_stateful, kind_of, kind_of_dataset, leaves_by_itself, length_of
+from lightning_ft._data.order import IndexSource, RepeatedOrder, SamplerState, SeededDataset
+from lightning_ft._hang import headway
+from lightning_ft._state import random_state
+from lightning_ft._state.digest import digest
 from lightning_ft.errors import RestoreError
 
 _log = logging.getLogger(__name__)
@@ -83,7 +86,7 @@ class Tracker:
         self._samplers: SamplerState | None = None
         self._order_state: dict[str, Any] = {}
         self._deal: dict[str, Any] | None = None
-        self._fetching: _rng.Stream | None = None
+        self._fetching: random_state.Stream | None = None
         self._dataset: SeededDataset | None = None
         self._drawn: dict[int, Any] = {}  # indices of the batches that are being fetched, and of the last ones
 
@@ -186,7 +189,7 @@ class Tracker:
             return None
         drop_last = bool(self._loader.drop_last)
         left = len(_deal.Rest(self._loader, deal, self._data_rank))
-        return len(self._loader), _elastic.batches(left, deal["batch_size"], drop_last)
+        return len(self._loader), elastic.batches(left, deal["batch_size"], drop_last)
 
     def begin_epoch(self) -> None:
         """Passes are counted anew: a loader that is cycled within an epoch is told from one that is in its first."""
@@ -249,7 +252,7 @@ class Tracker:
         ended = state["exhausted"] or state["delivered"] == length_of(self._loader)
         if ended and self.kind == "dataset":
             return  # its first iterator will have no items: see `reopen`
-        with _rng.Stream(self._seed("leave", self._rank)).active():
+        with random_state.Stream(self._seed("leave", self._rank)).active():
             old = self._create(create, None)
             if self.kind == "stateful" and not isinstance(old, GeneratorType):
                 return
@@ -286,8 +289,8 @@ class Tracker:
     def _create(self, create: Callable[[], Iterator[Any]], fetching: dict[str, Any] | None) -> Iterator[Any]:
         if self._dataset is not None:
             self._dataset.reseed(self._seed("batch", self._rank))
-        self._fetching = _rng.Stream(self._seed("fetch", self._rank), fetching)
-        with _rng.Stream(self._seed("create", self._rank)).active():
+        self._fetching = random_state.Stream(self._seed("fetch", self._rank), fetching)
+        with random_state.Stream(self._seed("create", self._rank)).active():
             return create()
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
@@ -317,7 +320,7 @@ class Tracker:
         """
         return self._drawn.get(self.delivered - 1 - ahead)
 
-    def _fetching_draws(self, stream: _rng.Stream) -> AbstractContextManager[None]:
+    def _fetching_draws(self, stream: random_state.Stream) -> AbstractContextManager[None]:
         """Where what a fetch draws in the main process comes from."""
         if self.kind != "indexed":
             return stream.active()
@@ -325,7 +328,7 @@ class Tracker:
         if self._loader.num_workers:
             # They draw in workers. Entering a stream would drop a value that numpy had cached, and that must not depend
             # on the number of workers.
-            _rng.forget_cached_normal()
+            random_state.forget_cached_normal()
             return nullcontext()
         return stream.lent() if self._dataset is not None else stream.active()
 
@@ -347,7 +350,7 @@ class Tracker:
                     f"{self._name} ({name}) ended after {count - 1} batches of its epoch, fetched again, and {total} "
                     "had been trained: it does not repeat itself and keeps no state, so it cannot be resumed."
                 ) from None
-            _headway.made()
+            headway.made()
             if count % _PROGRESS_BATCHES == 0:
                 _log.warning("%s: %d of %d batches fetched again", self._name, count, total)
         if total and state["digest"] is None:
@@ -367,7 +370,7 @@ class Tracker:
     # -- what a tracked loader's passes are made of --------------------------------------------------------------
 
     def _seed(self, *purpose: int | str) -> int:
-        return _rng.mix(self._root_seed, self._index, self.passes, *purpose)
+        return random_state.mix(self._root_seed, self._index, self.passes, *purpose)
 
     @contextmanager
     def substituted(self, loader: Any) -> Iterator[None]:
@@ -410,8 +413,8 @@ class Tracker:
         sampler = getattr(batches, "sampler", None)
         return sampler if known and not is_stateful(sampler) else None
 
-    def _order_stream(self) -> _rng.Stream:
-        return _rng.Stream(self._seed("order"))
+    def _order_stream(self) -> random_state.Stream:
+        return random_state.Stream(self._seed("order"))
 
     def _rest(self, base: Any) -> Any:
         dealt_anew = self._deal is not None and self._deal.get("dealt_anew")
@@ -420,8 +423,8 @@ class Tracker:
     def _batch_seed(self, ordinal: int) -> int:
         if self._deal is not None and self._deal.get("dealt_anew"):
             # Batches are counted anew then, and must not draw what the first ones of the pass drew.
-            return _rng.mix(self._seed("batch", self._rank, "from", self._deal["offset"]), ordinal)
-        return _rng.mix(self._seed("batch", self._rank), ordinal)
+            return random_state.mix(self._seed("batch", self._rank, "from", self._deal["offset"]), ordinal)
+        return random_state.mix(self._seed("batch", self._rank), ordinal)
 
     def _begins_anew(self) -> bool:
         """Whether a loader with a state of its own keeps nothing but its place in a pass: at the end it needs none."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Literal
 
-from lightning_ft import _starts
 from lightning_ft._names import (
     STARTS_NAME,
     SUFFIX,
@@ -20,7 +19,8 @@ from lightning_ft._names import (
     parse_leftover,
     split,
 )
-from lightning_ft._objects import Entry
+from lightning_ft._restart import starts as _starts
+from lightning_ft._stores.objects import Entry
 from lightning_ft.errors import (
     CheckpointError,
     ConfigurationError,
@@ -263,8 +263,9 @@ def select(
         depth: How good: see `verify`.
         storage_options: For `fsspec`, used with URLs only.
         verifying: What looks into a candidate.
-        give_up_after: A checkpoint from which a run was started so often without having saved a newer one (`_starts`)
-            is passed over, unless that is so with all of them; None: never; default: as the last run had it.
+        give_up_after: A checkpoint from which a run was started so often without having saved a newer one
+            (`_restart.starts`) is passed over, unless that is so with all of them; None: never; default: as the last
+            run had it.
 
     Raises:
         OSError: The directory cannot be listed.
@@ -399,7 +400,7 @@ def last_good(
 
 
 def start_of(dirpath: str, storage_options: Mapping[str, Any] | None = None) -> tuple[set[str], int]:
-    """The names in `dirpath` (checkpoints; the file of `_starts`), and the ordinal of a start that supersedes all.
+    """The names in `dirpath` (checkpoints, the file of `_restart.starts`), and the ordinal of a start after all those.
 
     Reads as few of them as `select` does; the start of the newest is the greatest.
 

@@ -18,22 +18,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft import _names, events
-from lightning_ft._broadcast import load_once
-from lightning_ft._dist import Ranks
-from lightning_ft._engine import Writer
-from lightning_ft._failure import Failure, agreed_failure
-from lightning_ft._loading import Loading
-from lightning_ft._plan import Late
-from lightning_ft._replicated import Replicated
-from lightning_ft._save_options import SaveOptions, manifest_of, options_of
-from lightning_ft._save_task import SaveTask
-from lightning_ft._sharded_loading import load_into
-from lightning_ft._sharded_writer import sharded_save
-from lightning_ft._sharding import Agreed, Sharding, Unstaged, stage
-from lightning_ft._staging import Staged, Stager
-from lightning_ft._uploads import Uploads
-from lightning_ft._weights_only import WeightsOnlyRule
-from lightning_ft._writers import Writers
+from lightning_ft._copying.plan import Late
+from lightning_ft._copying.staging import Staged, Stager
+from lightning_ft._ranks.dist import Ranks
+from lightning_ft._restart.broadcast import load_once
+from lightning_ft._restart.loading import Loading
+from lightning_ft._saving.engine import Writer
+from lightning_ft._saving.failure import Failure, agreed_failure
+from lightning_ft._saving.save_options import SaveOptions, manifest_of, options_of
+from lightning_ft._saving.save_task import SaveTask
+from lightning_ft._saving.uploads import Uploads
+from lightning_ft._saving.weights_only import WeightsOnlyRule
+from lightning_ft._saving.writers import Writers
+from lightning_ft._sharded.loading import load_into
+from lightning_ft._sharded.replicated import Replicated
+from lightning_ft._sharded.sharding import Agreed, Sharding, Unstaged, stage
+from lightning_ft._sharded.writer import sharded_save
 from lightning_ft.errors import ConfigurationError, SaveError
 from lightning_ft.storage import Storage
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ft import discovery, events, retention
 from lightning_ft._names import split
-from lightning_ft._read_back import read_back
+from lightning_ft._saving.read_back import read_back
 from lightning_ft.errors import CorruptCheckpointError
 from lightning_ft.manifest import CheckpointInfo, Manifest
 from lightning_ft.storage import Storage

@@ -1,6 +1,7 @@
 """State that Lightning's checkpoint leaves out or stores by position: optimizers by name, frozen parameters.
 
-Pure functions on modules and optimizers; per-rank random state is in `_rng`, positions of loaders in `dataloading`.
+Pure functions on modules and optimizers; per-rank random state is in `_state.random_state`, positions of
+loaders in `dataloading`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ft._places import described, like_parameter, local_part
-from lightning_ft._wrappers import plain_name
+from lightning_ft._sharded.places import described, like_parameter, local_part
+from lightning_ft._sharded.wrappers import plain_name
 from lightning_ft.errors import RestoreError
 
 

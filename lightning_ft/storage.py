@@ -11,7 +11,7 @@ Step (in this order)  Local directory: true on disk after it      Object store: 
 `remove`: data        the data is gone                            the data is gone
 ====================  ==========================================  ==================================
 
-How a directory is written stands in `_directory`.
+How a directory is written stands in `_disk.directory`.
 
 URLs go to an `ObjectStore`, paths to a `LocalStore`; both have the same methods, as far as they are used here.
 """
@@ -28,12 +28,12 @@ from typing import Any, BinaryIO, cast
 
 import fsspec
 
-from lightning_ft._attempt import Attempt
-from lightning_ft._directory import DirectoryAttempt, FileAttempt, mismatch
-from lightning_ft._local_store import LocalStore
+from lightning_ft._disk.attempt import Attempt
+from lightning_ft._disk.directory import DirectoryAttempt, FileAttempt, mismatch
+from lightning_ft._disk.local_store import LocalStore
 from lightning_ft._names import is_local, join, normalise, parse_leftover, probe_name, split
-from lightning_ft._objects import Entry, ObjectStore
-from lightning_ft._verified_file import digest_of, open_compared, open_verified
+from lightning_ft._stores.objects import Entry, ObjectStore
+from lightning_ft._stores.verified_file import digest_of, open_compared, open_verified
 from lightning_ft.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from lightning_ft.events import (
     AttemptOpened,
@@ -109,7 +109,7 @@ class Storage:
         except (ImportError, ValueError) as error:
             raise ConfigurationError(f"{path}: no file system for this URL: {error}") from error
         if _is_s3(path) and hasattr(fs, "_call_s3"):
-            from lightning_ft._s3 import S3Store
+            from lightning_ft._stores.s3 import S3Store
 
             return S3Store(fs, self.deadline_secs)
         return ObjectStore(fs, self.deadline_secs)

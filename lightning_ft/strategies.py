@@ -7,7 +7,7 @@ checkpoint goes and how it is read (`_ShardedCheckpoints`)::
     sharded          its shards, by name                       a directory in Lightning's layout, with a manifest
     full             rank 0: everything; the others: nothing   one file, as with any other strategy
 
-Whatever is on disk loads into either strategy, on any number of ranks: see `_sharded_loading`.
+Whatever is on disk loads into either strategy, on any number of ranks: see `_sharded.loading`.
 
 Of Lightning's own strategies (2.5.5 to 2.6) these use what is private: `_setup_model`, `_state_dict_type`,
 `_save_distributed_checkpoint` and `_checkpoint_io`, for none of which there is a public way.
@@ -33,11 +33,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft._dist import everywhere
-from lightning_ft._own_state import differing, own_state
-from lightning_ft._places import Places, note_wrapper
-from lightning_ft._positions import by_name, by_position
-from lightning_ft._wrappers import plain_name, plain_names, plain_optimizer_state
+from lightning_ft._ranks.dist import everywhere
+from lightning_ft._sharded.own_state import differing, own_state
+from lightning_ft._sharded.places import Places, note_wrapper
+from lightning_ft._sharded.positions import by_name, by_position
+from lightning_ft._sharded.wrappers import plain_name, plain_names, plain_optimizer_state
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 

@@ -21,11 +21,11 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 
-from lightning_ft import _loops
-from lightning_ft._kill_point import KillPoint, check_kill_point
-from lightning_ft._recorder import KillSwitch, Recorder
-from lightning_ft._traces import Record, differences, replayed, words
-from lightning_ft._traces import read as _read
+from lightning_ft._fit import loops
+from lightning_ft._proof.kill_point import KillPoint, check_kill_point
+from lightning_ft._proof.recorder import KillSwitch, Recorder
+from lightning_ft._proof.traces import Record, differences, replayed, words
+from lightning_ft._proof.traces import read as _read
 
 __all__ = ["Comparison", "KillPoint", "assert_resume_exact"]
 
@@ -210,7 +210,7 @@ def _train(run: _Run, rank: int) -> None:
         ours: list[pl.Callback] = [Recorder(f"{run.trace}.rank{rank}.jsonl")]
         if run.kill_at is not None:
             ours.append(KillSwitch(run.kill_at, rank))
-        _loops.callbacks(trainer)[:0] = ours
+        loops.callbacks(trainer)[:0] = ours
         model, data = run.make_model(), run.make_data()
         if isinstance(data, pl.LightningDataModule):
             trainer.fit(model, datamodule=data, ckpt_path="last")

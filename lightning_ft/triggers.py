@@ -25,7 +25,7 @@ class Trigger:
     every_n_epochs: int | None = None
     train_time_interval: timedelta | None = None
     auto: bool = False
-    """Whether a save is due as often as costs and failures say (`_pace`)."""
+    """Whether a save is due as often as costs and failures say (`_history.pace`)."""
 
     def __post_init__(self) -> None:
         for name in ("every_n_train_steps", "every_n_epochs"):

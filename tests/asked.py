@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_ft._watch import Watch
+from lightning_ft._fit.watch import Watch
 
 
 class Asked(Watch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 
-from lightning_ft._directory import DirectoryAttempt
+from lightning_ft._disk.directory import DirectoryAttempt
 from lightning_ft.manifest import FileRecord, Manifest
 from lightning_ft.storage import Storage
 

@@ -12,28 +12,75 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_ft"
 
-LAYERS: dict[int, str] = {
-    0: "errors events exit_codes _names _words _registry _wrappers _headway _watcher _signals _slurm _grace _save_now",
-    1: "manifest _archive _direct _sink _disk_file _attempt _directory _store_directory _threaded_file storage "
-    "_lock _store_errors _calls _objects _local_store _s3 _s3_parts _s3_upload _ranged_file _verified_file "
-    "_holder _descriptions _contents",
-    2: "discovery retention triggers rotation _read_back _two_tiers _damage _check _fallback _survey _pruning "
-    "_elastic _fetched _shared_verification _history _timeline _interval _starts _traces _kill_point "
-    "_assignment _durable _pace _resumption _process_age",
-    3: "_engine _save_task _save_options _save_times _sharded_plan _sharded_writer _sharding _uploads _failure "
-    "_writers _same_directory _serialise _staging _lanes _plans _plan _alike _template _layout _buffers _copies "
-    "_skeleton _weights_only _optimizer_steps _module_tree _rng _digest _dist _ballot _broadcast _tensors "
-    "_difference _order _deal _kinds _tracked dataloading state guards _shards _places _filling _assembling "
-    "_positions _own_state _replicated _ballot_box _roll_call _loader_workers _divergence _late_losses _line "
-    "_peers _memory _arrivals",
-    4: "callback _callbacks plugin _session _saves _watch _guarding _chronicle _tiers _surprises _choose _restore "
-    "_loops _news _metrics _loaders _compare _written_by _recorder _consolidate _loading _merge _takeover "
-    "_consistent _sharded_loading strategies _parallel_writes _before _validation _voting _hang _preemption "
-    "_own_signals _leaving _left_out _emergency _last_finite _rollback _divergence_watch _exceptions _launched _early "
-    "_console _requirements _drilled _settings _due _ending _boundaries _redirect _durability _measuring preset _own_attributes",
-    5: "testing cli drill report _fixture",
+LAYERS: dict[int, dict[str, str]] = {
+    0: {
+        "": "errors events exit_codes _names _words _watcher",
+        "_hang": "headway",
+        "_preemption": "signals slurm grace save_now",
+        "_sharded": "registry wrappers",
+    },
+    1: {
+        "": "manifest storage",
+        "_disk": "archive direct sink disk_file attempt directory threaded_file lock local_store holder",
+        "_inspection": "descriptions contents",
+        "_stores": "directory errors calls objects s3 s3_parts s3_upload ranged_file verified_file",
+    },
+    2: {
+        "": "discovery retention triggers rotation",
+        "_data": "elastic",
+        "_fit": "two_tiers durable",
+        "_history": "event_file timeline interval pace process_age",
+        "_inspection": "damage check survey pruning",
+        "_proof": "traces kill_point assignment",
+        "_restart": "fallback fetched shared_verification starts resumption",
+        "_saving": "read_back",
+    },
+    3: {
+        "": "dataloading state guards",
+        "_copying": "staging lanes plans plan alike template layout buffers copies skeleton optimizer_steps "
+        "module_tree",
+        "_data": "order deal kinds tracked",
+        "_divergence": "criteria late_losses",
+        "_fit": "line",
+        "_hang": "arrivals",
+        "_inspection": "tensors difference",
+        "_preemption": "loader_workers",
+        "_ranks": "same_directory dist peers memory",
+        "_restart": "broadcast",
+        "_saving": "engine save_task save_options save_times uploads failure writers serialise weights_only",
+        "_sharded": "plan writer sharding shards places filling assembling positions own_state replicated",
+        "_state": "random_state digest",
+        "_vote": "ballot ballot_box roll_call",
+    },
+    4: {
+        "": "callback plugin strategies preset",
+        "_data": "loaders",
+        "_divergence": "left_out emergency last_finite rollback watch",
+        "_fit": "callbacks session saves watch guarding tiers surprises loops news console requirements "
+        "settings due ending boundaries durability",
+        "_hang": "watch",
+        "_history": "chronicle measuring",
+        "_inspection": "consolidate",
+        "_preemption": "watch own_signals leaving",
+        "_proof": "recorder drilled redirect own_attributes",
+        "_ranks": "exceptions launched early",
+        "_restart": "choose restore compare loading consistent",
+        "_sharded": "written_by loading parallel_writes",
+        "_state": "metrics merge takeover",
+        "_vote": "before validation voting",
+    },
+    5: {
+        "": "testing cli drill report _fixture",
+    },
 }
-LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
+LAYER_OF = {
+    f"{package}.{name}".lstrip("."): layer
+    for layer, packages in LAYERS.items()
+    for package, names in packages.items()
+    for name in names.split()
+}
+# Of these, each module has a layer of its own; other packages (`cli`, `drill`) are one room.
+SPLIT = {package for packages in LAYERS.values() for package in packages if package}
 # Belong to no layer: the lazy façade, its version, and the entry point of `python -m`.
 APART = {"__init__", "__about__", "__main__"}
 FREE_OF = {0: {"torch", "lightning"}, 1: {"torch", "lightning"}, 2: {"torch", "lightning"}, 3: {"lightning"}}
@@ -48,9 +95,12 @@ def violations(module: str, source: str) -> list[str]:
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
             targets = [f"relative import of {node.module or '.'}"]
-        elif isinstance(node, ast.ImportFrom) and node.module == "lightning_ft":
+        elif isinstance(node, ast.ImportFrom) and node.module in {
+            "lightning_ft",
+            *(f"lightning_ft.{p}" for p in SPLIT),
+        }:
             # `from lightning_ft import events` names a module; any other name would come from the façade.
-            targets = [f"lightning_ft.{alias.name}" for alias in node.names]
+            targets = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             targets = [str(node.module)]
         else:
@@ -70,7 +120,7 @@ def refused(module: str, target: str) -> str | None:
     if top != "lightning_ft":
         name = ALIASES.get(top, top)
         return f"layer {layer} imports {top}" if name in FREE_OF.get(layer, set()) else None
-    name = rest.partition(".")[0]
+    name = room_of(rest)
     if name == "__about__":
         return None
     if name not in LAYER_OF:
@@ -80,11 +130,22 @@ def refused(module: str, target: str) -> str | None:
     return None
 
 
+def room_of(dotted: str) -> str:
+    """What has a layer, of a dotted name below the package: a module, or a package that is not split."""
+    first, _, rest = dotted.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first in SPLIT and rest else first
+
+
 def module_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
 
 
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if module_of(path) not in APART)
+def is_bare(path: Path) -> bool:
+    """Whether it is the `__init__` of a package whose modules have layers of their own."""
+    return path.name == "__init__.py" and path.parent.name in SPLIT
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if module_of(path) not in APART and not is_bare(path))
 
 
 def test_every_module_has_a_layer() -> None:
@@ -95,6 +156,12 @@ def test_every_module_is_on_the_map() -> None:
     page = (ROOT / "docs" / "development.md").read_text()
     rooms = {path.relative_to(PACKAGE).parts[0] for path in FILES}
     assert {room for room in rooms if f"`{room}`" not in page and f"`{room}/`" not in page} == set()
+
+
+def test_packages_of_several_layers_import_nothing_themselves() -> None:
+    bare = [path for path in PACKAGE.rglob("*.py") if is_bare(path)]
+    assert {path.parent.name for path in bare} == SPLIT
+    assert [path for path in bare if len(ast.parse(path.read_text()).body) != 1] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -115,15 +182,19 @@ def test_imports_go_down(path: Path) -> None:
         ("storage", "if TYPE_CHECKING:\n    import torch.nn as nn", False),
         ("storage", "from torchmetrics import Metric", False),
         ("storage", "from . import manifest", False),
-        ("_engine", "import torch", True),
-        ("_engine", "from lightning.pytorch import Trainer", False),
-        ("_engine", "import pytorch_lightning as pl", False),
+        ("_saving.engine", "import torch", True),
+        ("_saving.engine", "from lightning.pytorch import Trainer", False),
+        ("_saving.engine", "import pytorch_lightning as pl", False),
         ("plugin", "from lightning.fabric.plugins import CheckpointIO", True),
         ("plugin", "from lightning_ft import FaultTolerantCheckpoint", False),
         ("plugin", "import lightning_ft", False),
         ("plugin", "from lightning_ft.__about__ import __version__", True),
         ("plugin", "from lightning_ft.unheard_of import x", False),
         ("unheard_of", "import os", False),
+        ("storage", "from lightning_ft._disk import archive", True),
+        ("storage", "from lightning_ft._disk.archive import Archive", True),
+        ("storage", "from lightning_ft._saving import engine", False),
+        ("storage", "from lightning_ft._disk import unheard_of", False),
         ("cli", "from lightning_ft.callback import FaultTolerantCheckpoint", True),
     ],
 )

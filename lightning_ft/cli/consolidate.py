@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_ft._consolidate import SUFFIXES, consolidate
+from lightning_ft._inspection.consolidate import SUFFIXES, consolidate
 from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported

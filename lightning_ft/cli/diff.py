@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_ft._contents import Contents
-from lightning_ft._descriptions import TensorDescription
+from lightning_ft._inspection.contents import Contents
+from lightning_ft._inspection.descriptions import TensorDescription
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported
 from lightning_ft.cli.options import AsJson, StorageOptions
@@ -16,7 +16,7 @@ from lightning_ft.cli.show import jsonable, short
 from lightning_ft.storage import Storage
 
 if TYPE_CHECKING:
-    from lightning_ft._difference import Comparison, Difference
+    from lightning_ft._inspection.difference import Comparison, Difference
 
 
 def add_to(app: typer.Typer) -> None:
@@ -73,7 +73,7 @@ def diff(
             what = f"{path} is a directory, and a file is needed: lightning-ft consolidate makes one of shards"
             raise typer.BadParameter(what, param_hint=argument)
         paths.append(path)
-    from lightning_ft._difference import compare, selector
+    from lightning_ft._inspection.difference import compare, selector
 
     with progress_bar("comparing", as_json) as progress:
         comparison = compare(

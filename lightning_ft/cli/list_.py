@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lightning_ft._inspection.survey import Row, Survey, age_secs, checkpoint_paths, survey, total_size
 from lightning_ft._names import split
-from lightning_ft._survey import Row, Survey, age_secs, checkpoint_paths, survey, total_size
 from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, reported

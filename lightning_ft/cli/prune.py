@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lightning_ft._lock import DirectoryLock
+from lightning_ft._disk.lock import DirectoryLock
+from lightning_ft._inspection.pruning import Pruning, plan_pruning
 from lightning_ft._names import is_local, split
-from lightning_ft._pruning import Pruning, plan_pruning
 from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, Failure, reported

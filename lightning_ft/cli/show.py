@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lightning_ft._contents import Contents, TensorInPieces, read_contents, read_table
-from lightning_ft._descriptions import Name, Placeholder, StorageDescription, TensorDescription, dotted
+from lightning_ft._inspection.contents import Contents, TensorInPieces, read_contents, read_table
+from lightning_ft._inspection.descriptions import Name, Placeholder, StorageDescription, TensorDescription, dotted
 from lightning_ft._names import KEY
 from lightning_ft._words import size
 from lightning_ft.cli import options

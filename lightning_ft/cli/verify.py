@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lightning_ft._check import Finding, check_all
-from lightning_ft._survey import checkpoint_paths, total_size
+from lightning_ft._inspection.check import Finding, check_all
+from lightning_ft._inspection.survey import checkpoint_paths, total_size
 from lightning_ft._words import size
 from lightning_ft.cli import options
 from lightning_ft.cli.exits import Code, Failure, reported

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from lightning_ft._traces import Difference, Key, Record, key_of
+from lightning_ft._proof.traces import Difference, Key, Record, key_of
 from lightning_ft.drill import unrestored
 
 NONDETERMINISTIC = "two uninterrupted runs are not equal either: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_ft._traces import Difference, Record, differences, replayed, words
+from lightning_ft._proof.traces import Difference, Record, differences, replayed, words
 from lightning_ft.drill import diagnosis, unrestored
 from lightning_ft.drill.endings import failed, problem
 from lightning_ft.drill.points import in_a_later_epoch, points, several_epochs

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_ft import events
-from lightning_ft._kill_point import KillPoint
-from lightning_ft._traces import Record
+from lightning_ft._proof.kill_point import KillPoint
+from lightning_ft._proof.traces import Record
 from lightning_ft.drill.runs import Point
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_ft._assignment import Assignment, killed_file
-from lightning_ft._kill_point import KillPoint, check_kill_point
-from lightning_ft._traces import Record, read
+from lightning_ft._proof.assignment import Assignment, killed_file
+from lightning_ft._proof.kill_point import KillPoint, check_kill_point
+from lightning_ft._proof.traces import Record, read
 from lightning_ft.drill.command import Ended, run
 from lightning_ft.errors import NoUsableCheckpointError
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_ft._traces import Record
+from lightning_ft._proof.traces import Record
 
 # Of a list of attributes that differ; counters often come in numbers.
 _MOST_NAMES = 3

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from lightning_ft import _signals, _slurm
+from lightning_ft._preemption import signals as _signals
+from lightning_ft._preemption import slurm
 from lightning_ft.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -78,8 +79,8 @@ class PreemptionGuard:
                 "this run; make it in the main thread",
                 threading.current_thread().name,
             )
-        if self.requeue is not False and _slurm.job_id() is not None:
-            _slurm.last_words.prepare()
+        if self.requeue is not False and slurm.job_id() is not None:
+            slurm.last_words.prepare()
 
     @property
     def numbers(self) -> frozenset[int]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lightning_ft._interval import Advice, advise, failure_secs, lost_share
+from lightning_ft._history.interval import Advice, advise, failure_secs, lost_share
+from lightning_ft._history.timeline import Account, Save, Start, Timeline, read
 from lightning_ft._names import split
-from lightning_ft._timeline import Account, Save, Start, Timeline, read
 from lightning_ft.discovery import list_checkpoints
 from lightning_ft.manifest import CheckpointInfo
 from lightning_ft.storage import Storage

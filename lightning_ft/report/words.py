@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_ft._timeline import Start
+from lightning_ft._history.timeline import Start
 from lightning_ft._words import duration, percent, size
 from lightning_ft.report.summary import Summary
 

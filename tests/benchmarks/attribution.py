@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ft import _dist
+from lightning_ft._ranks import dist
 from tests.benchmarks.fresh import silence
 from tests.benchmarks.idle import Toy, loader, trainer
 
@@ -27,7 +27,7 @@ def main() -> None:
             profile = cProfile.Profile()
             run = trainer(dirpath, STEPS, 1, way=way)
             profile.runcall(run.fit, Toy(), loader(STEPS, 1))
-    package = str(Path(_dist.__file__).parent)
+    package = str(Path(dist.__file__).parent)
     rows = []
     for (file, line, name), (_, calls, own, total, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
         if file.startswith(package) and calls >= STEPS - 1:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import lightning_ft as ft
-from lightning_ft import _choose
+from lightning_ft._restart import choose
 from tests.benchmarks import limits
 from tests.benchmarks.model import Layers
 from tests.benchmarks.pace import Pace
@@ -54,7 +54,7 @@ def measure(path: str, way: str, threads: int) -> dict[str, list[float]]:
 def _ours(path: str) -> dict[str, object]:
     """What ``ckpt_path="last"`` does: every byte is verified before anything is used."""
     plugin = ft.FaultTolerantCheckpointIO()
-    chosen, ours = _choose.choose(str(Path(path).parent), "full", None)
+    chosen, ours = choose.choose(str(Path(path).parent), "full", None)
     if chosen != path or not ours:
         raise RuntimeError(f"{chosen} was chosen in place of {path}")
     plugin.mark_verified(chosen)

@@ -118,7 +118,7 @@ def data_offset(path: Path, record: str) -> int:
 def holding(dirpath: Path) -> Iterator[int]:
     """Another process, whose number this is, holds the lock of the directory as a training does."""
     code = (
-        "import sys; from lightning_ft._lock import DirectoryLock\n"
+        "import sys; from lightning_ft._disk.lock import DirectoryLock\n"
         "DirectoryLock(sys.argv[1]).acquire(); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import lightning_ft
-from lightning_ft import _consolidate
+from lightning_ft._inspection import consolidate
 from tests.cli.conftest import Answer, cut, data_offset, environment, flip, step
 from tests.trainer import runs
 
@@ -184,7 +184,7 @@ def test_a_failed_write_leaves_nothing(ft: Ft, run_dir: Path, tmp_path: Path, mo
     def fails(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_consolidate.os, "replace", fails)
+    monkeypatch.setattr(consolidate.os, "replace", fails)
     out = tmp_path / "out"
     answer = ft("consolidate", step(run_dir, 4), out / "x.safetensors")
     assert answer.code == 5

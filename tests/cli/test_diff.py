@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft import _difference
+from lightning_ft._inspection import difference as _difference
 from tests.cli.conftest import Answer, data_offset, flip, step
 from tests.trainer import runs
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import lightning_ft
-from lightning_ft import _choose
 from lightning_ft._names import ORIGIN_NAME, attempt_name, deleted_name
+from lightning_ft._restart import choose
 from lightning_ft.errors import NoUsableCheckpointError
 from lightning_ft.storage import Storage
 from tests.cli.conftest import Answer, cut, data_offset, flip, holding, step
@@ -195,10 +195,10 @@ def test_it_says_what_a_restart_does(ft: Ft, case: str, run_dir: Path, plain_dir
     last = ft("list", place, "--verify", "full", "--json").json["last"]
     if last["outcome"] == "fails":
         with pytest.raises(NoUsableCheckpointError) as caught:
-            _choose.choose(str(place), "full", None)
+            choose.choose(str(place), "full", None)
         assert [(p["path"], p["reason"]) for p in last["passed_over"]] == list(caught.value.reasons)
         return
-    path, _ = _choose.choose(str(place), "full", None)
+    path, _ = choose.choose(str(place), "full", None)
     assert last["outcome"] == ("starts_fresh" if path is None else "resumes")
     assert last["path"] == path
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_ft._contents import read_contents
-from lightning_ft._descriptions import (
+from lightning_ft._inspection.contents import read_contents
+from lightning_ft._inspection.descriptions import (
     DescriptionError,
     Name,
     Placeholder,
@@ -28,7 +28,7 @@ from lightning_ft._descriptions import (
     describe,
     leaves,
 )
-from lightning_ft._tensors import TensorReader
+from lightning_ft._inspection.tensors import TensorReader
 from lightning_ft.cli.output import Output
 from lightning_ft.errors import CorruptCheckpointError
 from lightning_ft.storage import Storage
@@ -299,10 +299,10 @@ def test_a_record_that_is_too_small_for_its_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [HOLDS_ITSELF, WIDE], ids=["holds itself", "2 to the power of 60 values"])
 def test_endless_ones_end(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_ft import _descriptions
+    from lightning_ft._inspection import descriptions
 
-    monkeypatch.setattr(_descriptions, "MAX_LEAVES", 1000)
-    monkeypatch.setattr(_descriptions._Walk, "__init__", lambda self: self.__dict__.update(inside=set(), left=1000))
+    monkeypatch.setattr(descriptions, "MAX_LEAVES", 1000)
+    monkeypatch.setattr(descriptions._Walk, "__init__", lambda self: self.__dict__.update(inside=set(), left=1000))
     path = tmp_path / "x.ckpt"
     path.write_bytes(tampered(pickled=data))
     with pytest.raises(CorruptCheckpointError, match=r"holds itself|more than 1000 values"):

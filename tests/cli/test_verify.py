@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft import _check
-from lightning_ft._check import check, check_all
+from lightning_ft._inspection import check as _check
+from lightning_ft._inspection.check import check, check_all
 from lightning_ft.storage import Storage
 from tests.cli.conftest import Answer, cut, data_offset, flip, step
 from tests.trainer import runs

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import lightning_ft as ft
-from lightning_ft import _direct, _sink, events
+from lightning_ft import events
+from lightning_ft._disk import direct, sink
 from lightning_ft._names import checkpoint_name, parse_leftover
 from tests.crash.harness import checkpoint
 
@@ -44,8 +45,8 @@ class Run:
 
     def __call__(self) -> None:
         torch.set_num_threads(1)
-        _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
-        _direct.BUFFERS = _direct.DiskBuffers(BUFFER_BYTES, 3)
+        sink.BUFFER_BYTES, sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
+        direct.BUFFERS = direct.DiskBuffers(BUFFER_BYTES, 3)
         if self.uid:
             os.setuid(self.uid)
         Path(self.result).write_text(json.dumps(self.save()))

@@ -21,9 +21,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _direct, _history, _save_task, _sink, events, rotation
+from lightning_ft import events, rotation
+from lightning_ft._disk import attempt, direct, sink
+from lightning_ft._history import event_file
 from lightning_ft._names import KEY, LOCK_NAME, STARTS_NAME, checkpoint_name, parse_leftover
-from lightning_ft._recorder import KillSwitch
+from lightning_ft._proof.recorder import KillSwitch
+from lightning_ft._saving import save_task
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
@@ -55,7 +58,7 @@ def check(dirpath: str | Path, log: str | Path, keep: int) -> list[str]:
     names = sorted(os.listdir(directory)) if directory.exists() else []
     hidden = [name for name in names if parse_leftover(name)]
     files = [name for name in names if name.endswith(".ckpt") and name not in hidden]
-    strange = set(names) - set(hidden) - set(files) - {LOCK_NAME, STARTS_NAME, _history.DIRECTORY}
+    strange = set(names) - set(hidden) - set(files) - {LOCK_NAME, STARTS_NAME, event_file.DIRECTORY}
     assert not strange, f"nobody would ever remove {strange}"
     found = {name: ft.verify(str(directory / name)) for name in files}
     broken = {name: info.problem for name, info in found.items() if info.problem is not None}
@@ -118,8 +121,8 @@ def start(saver: Saver, kill_after_secs: float | None = None) -> int:
 def _save_all(saver: Saver, first_commit: Any) -> None:
     torch.set_num_threads(1)
     # Small buffers, so that a checkpoint of some kilobytes takes several writes, as a large one would.
-    _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = 2048, 4096
-    _direct.BUFFERS = _direct.DiskBuffers(4096, 3)
+    sink.BUFFER_BYTES, sink.CHUNK_BYTES = 2048, 4096
+    direct.BUFFERS = direct.DiskBuffers(4096, 3)
     if saver.broken:
         BREAKAGES[saver.broken]()
     log_events(saver.log)
@@ -212,12 +215,12 @@ def _kill_at_call(at: int, how: str) -> None:
 
 def _in_place() -> None:
     """The bytes go straight to the final name."""
-    _attempt.attempt_name = lambda name, token: name  # type: ignore[assignment]
+    attempt.attempt_name = lambda name, token: name  # type: ignore[assignment]
 
 
 def _early_rename() -> None:
     """The final name is there before the data are."""
-    put = _attempt.LocalAttempt._put
+    put = attempt.LocalAttempt._put
 
     def rename_and_put(self: Any, view: memoryview) -> None:
         if self.attempt != self.path:
@@ -225,7 +228,7 @@ def _early_rename() -> None:
             self.attempt = self.path
         put(self, view)
 
-    _attempt.LocalAttempt._put = rename_and_put  # type: ignore[method-assign]
+    attempt.LocalAttempt._put = rename_and_put  # type: ignore[method-assign]
 
 
 def _delete_first() -> None:
@@ -244,18 +247,18 @@ def _delete_first() -> None:
 
 def _early_commit() -> None:
     """The commit is announced before it has happened."""
-    write = _save_task.SaveTask.write
+    write = save_task.SaveTask.write
 
     def announce_and_write(self: Any, target: Any, times: Any) -> Any:
         events.emit(events.Committed(self.path, self.manifest.step, self.manifest.generation, 0, 0.0))
         return write(self, target, times)
 
-    _save_task.SaveTask.write = announce_and_write  # type: ignore[method-assign]
+    save_task.SaveTask.write = announce_and_write  # type: ignore[method-assign]
 
 
 def _stray_names() -> None:
     """Attempts have a name by which no later start knows them."""
-    _attempt.attempt_name = lambda name, token: f"tmp-{token}"  # type: ignore[assignment]
+    attempt.attempt_name = lambda name, token: f"tmp-{token}"  # type: ignore[assignment]
 
 
 BREAKAGES: dict[str, Callable[[], None]] = {

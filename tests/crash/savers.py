@@ -19,7 +19,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import lightning_ft as ft
-from lightning_ft import _direct, _sink, events, rotation
+from lightning_ft import events, rotation
+from lightning_ft._disk import direct as _direct
+from lightning_ft._disk import sink
 from lightning_ft._names import checkpoint_name
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
@@ -117,7 +119,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def _ours(direct: bool, dirpath: str, step: int, progress: Progress) -> None:
-    _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
+    sink.BUFFER_BYTES, sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
     _direct.BUFFERS = _direct.DiskBuffers(BUFFER_BYTES, 3)
     if not direct:
         _direct.DiskStream._go_direct = lambda self: None  # type: ignore[method-assign]
@@ -159,7 +161,7 @@ def _ours_without(sync: str, dirpath: str, step: int, progress: Progress) -> Non
 
 def _ours_sharded(early_manifest: bool, dirpath: str, step: int, progress: Progress) -> None:
     """The files of two ranks, one commit, and rotation. With `early_manifest` wrong: the last shard comes after it."""
-    _sink.BUFFER_BYTES, _sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
+    sink.BUFFER_BYTES, sink.CHUNK_BYTES = BUFFER_BYTES // 4, BUFFER_BYTES // 2
     _direct.BUFFERS = _direct.DiskBuffers(BUFFER_BYTES, 3)
     storage, generation = Storage(), uuid.uuid4().hex
     path = f"{dirpath}/{checkpoint_name(step)}"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_ft import discovery
-from lightning_ft._directory import DirectoryAttempt, LocalDirectoryAttempt
-from lightning_ft._disk_file import DiskFile
+from lightning_ft._disk.directory import DirectoryAttempt, LocalDirectoryAttempt
+from lightning_ft._disk.disk_file import DiskFile
 from lightning_ft._names import checkpoint_name
 from lightning_ft.manifest import FileRecord
 from lightning_ft.storage import Storage
@@ -174,10 +174,10 @@ def _unsynced_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _unsynced_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of the files are not durable when the directory gets its own."""
-    from lightning_ft import _directory
+    from lightning_ft._disk import directory
 
-    sync_dir = _directory.sync_dir
-    monkeypatch.setattr(_directory, "sync_dir", lambda path: None if path.endswith(".attempt") else sync_dir(path))
+    sync_dir = directory.sync_dir
+    monkeypatch.setattr(directory, "sync_dir", lambda path: None if path.endswith(".attempt") else sync_dir(path))
 
 
 @pytest.mark.parametrize("broken", [_manifest_first, _unsynced_shards, _unsynced_attempt])

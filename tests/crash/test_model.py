@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import lightning_ft as ft
-from lightning_ft import _attempt, _save_task, events
+from lightning_ft import events
+from lightning_ft._disk import attempt
+from lightning_ft._saving import save_task
 from lightning_ft.storage import Storage
 from tests.crash import harness, parted_store
 from tests.crash.explore import Explored, Explorer, LocalShop, lay_out
@@ -212,7 +214,7 @@ BREAKAGES: dict[str, tuple[Callable[[], None], str]] = {
     "no_file_sync": (lambda: syncs_no("file"), "not whole under their final names"),
     "no_directory_sync": (lambda: syncs_no("directory"), "was reported, and of"),
     "no_sync_of_parents": (
-        lambda: setattr(_attempt, "make_dirs", make_dirs_and_sync_nothing),
+        lambda: setattr(attempt, "make_dirs", make_dirs_and_sync_nothing),
         "was reported, and of",
     ),
     "early_rename": (harness.BREAKAGES["early_rename"], "not whole under their final names"),
@@ -227,11 +229,11 @@ def unbroken() -> Iterator[None]:
     """What the breakages replace is put back."""
     patched = [
         (os, "fsync"),
-        (_attempt, "attempt_name"),
-        (_attempt, "make_dirs"),
-        (_attempt.LocalAttempt, "_put"),
+        (attempt, "attempt_name"),
+        (attempt, "make_dirs"),
+        (attempt.LocalAttempt, "_put"),
         (Storage, "open_attempt"),
-        (_save_task.SaveTask, "write"),
+        (save_task.SaveTask, "write"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
     yield

@@ -13,7 +13,7 @@ import pytest
 
 import lightning_ft as ft
 from lightning_ft import _names, events
-from lightning_ft._history import DIRECTORY as EVENTS
+from lightning_ft._history.event_file import DIRECTORY as EVENTS
 from lightning_ft._names import parse_leftover
 from lightning_ft.testing import assert_resume_exact
 from tests.crash import harness

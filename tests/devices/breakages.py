@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft import _copies, _staging
-from lightning_ft._staging import Staged, Stager
+from lightning_ft._copying import copies, staging
+from lightning_ft._copying.staging import Staged, Stager
 from tests.devices import scenarios as s
 
 
@@ -39,11 +39,11 @@ def at_once_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(torch.accelerator, "current_stream", real)
                 launches.append(True)
-                return _copies.launch(*of)
+                return copies.launch(*of)
 
         with pytest.MonkeyPatch.context() as outer:
             outer.setattr(torch.accelerator, "current_stream", lambda *device: Deaf())
-            outer.setattr(_staging, "launch", launch)
+            outer.setattr(staging, "launch", launch)
             take(self, *args, **kwargs)
 
     patch.setattr(Staged, "_take", take_)
@@ -74,7 +74,7 @@ def copies_overtake(patch: pytest.MonkeyPatch) -> None:
         torch.accelerator.set_stream(current)
         return stream.record_event()
 
-    patch.setattr(_staging, "launch", launch)
+    patch.setattr(staging, "launch", launch)
 
 
 def sources_are_let_go(patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def versions_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_staging, "digest", lambda data: "")
+    patch.setattr(staging, "digest", lambda data: "")
 
 
 BREAKAGES: dict[Callable[[pytest.MonkeyPatch], None], tuple[Callable[[s.Device], None], ...]] = {

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft as ft
+from lightning_ft._copying.staging import Staged, Stager
 from lightning_ft._names import KEY
-from lightning_ft._staging import Staged, Stager
 from tests.devices import scenarios as s
 from tests.trainer import runs
 

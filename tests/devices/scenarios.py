@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft import _staging
-from lightning_ft._module_tree import ModuleTree
-from lightning_ft._plan import Late
-from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError, Stager
+from lightning_ft._copying import staging
+from lightning_ft._copying.module_tree import ModuleTree
+from lightning_ft._copying.plan import Late
+from lightning_ft._copying.staging import SnapshotError, SnapshotWithdrawnError, Stager
 
 WIDTH = 64  # a weight is 16 KiB: enough to be copied late; a bias and a running mean are not
 
@@ -338,7 +338,7 @@ def _a_change_is_found(on: Device, stager: Stager, training: Training, changed: 
 def a_change_past_the_version_counter_is_found_in_any_save_if_asked_for(on: Device) -> None:
     training = Training(on.device)
     with a_stager(on, training) as stager, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_staging.CHECK_VARIABLE, "1")
+        patch.setenv(staging.CHECK_VARIABLE, "1")
         staged = stager.stage(training.checkpoint(), training.late())
         training.head.weight.data.add_(1)
         stager.finish()

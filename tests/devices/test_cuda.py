@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft._staging import SnapshotError, Stager
+from lightning_ft._copying.staging import SnapshotError, Stager
 from tests.devices import breakages, fits
 from tests.devices import scenarios as s
 

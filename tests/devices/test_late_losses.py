@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft as ft
-from lightning_ft import _late_losses
-from lightning_ft._late_losses import LateLosses, Seen
+from lightning_ft._divergence import late_losses
+from lightning_ft._divergence.late_losses import LateLosses, Seen
 from tests.devices import fakeacc, fits
 from tests.devices.fakeacc import on_fakeacc
 
@@ -56,11 +56,11 @@ def test_what_could_not_be_read_is_known_to_have_been_bad() -> None:
     late = LateLosses(device)
     bad, good = torch.tensor(math.nan).to(device), torch.tensor(1.0).to(device)
     late.add(bad, at(1), 1.0)
-    for batch in range(2, _late_losses.PLACES + 2):  # nobody reads until its place is needed again
+    for batch in range(2, late_losses.PLACES + 2):  # nobody reads until its place is needed again
         late.add(good, at(batch), 1.0)
     late.wait()
     found = list(late.arrived())
-    assert [seen.batch for seen in found] == list(range(2, _late_losses.PLACES + 2))
+    assert [seen.batch for seen in found] == list(range(2, late_losses.PLACES + 2))
     assert math.isnan(found[0].value)
     assert all(seen.value == 1.0 for seen in found[1:])
     late.forget()

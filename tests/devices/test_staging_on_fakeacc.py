@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft._copies import is_streamed, launch
-from lightning_ft._staging import SnapshotError, Stager
+from lightning_ft._copying.copies import is_streamed, launch
+from lightning_ft._copying.staging import SnapshotError, Stager
 from tests.devices import breakages, fakeacc
 from tests.devices import scenarios as s
 from tests.devices.fakeacc import on_fakeacc
@@ -208,8 +208,8 @@ def test_pinned_memory_that_grows_stays_within_what_torch_rounds_up_to() -> None
     """Torch rounds pinned memory up to a power of two: room to spare on top of one would double it."""
     block_bytes = 32 << 10
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_ft._plan.PINNED_BLOCK_BYTES", block_bytes)
-        patch.setattr("lightning_ft._buffers.PINNED_BLOCK_BYTES", block_bytes)
+        patch.setattr("lightning_ft._copying.plan.PINNED_BLOCK_BYTES", block_bytes)
+        patch.setattr("lightning_ft._copying.buffers.PINNED_BLOCK_BYTES", block_bytes)
         stager = Stager(overlap=False)
         for count in (1, 4, 9, 10):  # each of half a block
             made = [torch.rand(block_bytes // 8, device="cpu").to("fakeacc") for _ in range(count)]

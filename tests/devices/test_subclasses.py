@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_ft._copies import is_streamed
-from lightning_ft._module_tree import ModuleTree
-from lightning_ft._plan import Late
-from lightning_ft._staging import Stager
+from lightning_ft._copying.copies import is_streamed
+from lightning_ft._copying.module_tree import ModuleTree
+from lightning_ft._copying.plan import Late
+from lightning_ft._copying.staging import Stager
 from tests.devices import fake_gpu
 from tests.devices.scenarios import assert_same, tensors
 

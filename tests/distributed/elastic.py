@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ft import testing
-from lightning_ft._digest import digest
+from lightning_ft._state.digest import digest
 from tests.trainer import cases as c
 from tests.trainer import scenarios as s
 

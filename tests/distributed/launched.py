@@ -10,7 +10,8 @@ import logging
 import sys
 import threading
 
-from lightning_ft import _launched, events
+from lightning_ft import events
+from lightning_ft._ranks import launched
 from tests.distributed.test_exceptions import STEP, Fails
 from tests.trainer import scenarios as s
 
@@ -28,7 +29,7 @@ class Noticed(logging.Handler):
 
 
 def main(dirpath: str) -> None:
-    _launched.ENDS_SECS = 3.0
+    launched.ENDS_SECS = 3.0
     noticed = Noticed()
     log = logging.getLogger("lightning_ft")
     log.setLevel(logging.INFO)

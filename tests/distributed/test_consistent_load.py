@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 import lightning_ft as ft
-from lightning_ft import _broadcast
-from lightning_ft._choose import choose_for_all
-from lightning_ft._consistent import require_same
-from lightning_ft._digest import digest
-from lightning_ft._dist import Ranks
-from lightning_ft._fetched import Fetched
-from lightning_ft._loading import Loading
 from lightning_ft._names import KEY
-from lightning_ft._shared_verification import SharedVerification
+from lightning_ft._ranks.dist import Ranks
+from lightning_ft._restart import broadcast
+from lightning_ft._restart.choose import choose_for_all
+from lightning_ft._restart.consistent import require_same
+from lightning_ft._restart.fetched import Fetched
+from lightning_ft._restart.loading import Loading
+from lightning_ft._restart.shared_verification import SharedVerification
+from lightning_ft._state.digest import digest
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests import directories
@@ -108,7 +108,7 @@ def use(rank: int, directory: Path) -> dict[str, Any]:
     )
 
     # one rank loads for both
-    _broadcast.BUCKET_BYTES, _broadcast.PIECE_BYTES = 2_000, 1_000_000
+    broadcast.BUCKET_BYTES, broadcast.PIECE_BYTES = 2_000, 1_000_000
     sent: list[int] = []
     filling = Ranks.fill_from_zero
 
@@ -123,14 +123,14 @@ def use(rank: int, directory: Path) -> dict[str, Any]:
         calls.append(rank)
         return checkpoint()
 
-    loaded = _broadcast.load_on_zero(ranks, load)
+    loaded = broadcast.load_on_zero(ranks, load)
     seen["calls"], seen["sent"] = calls, list(sent)
     seen["equal"] = digest(loaded) == digest(checkpoint())
     seen["shared"] = loaded["state_dict"]["w"] is loaded["state_dict"]["tied"]
     for name, error in {"corrupt": ft.CorruptCheckpointError("/a", "damaged"), "gone": FileNotFoundError("/b")}.items():
-        seen[name] = outcome(partial(_broadcast.load_on_zero, ranks, partial(fails, error)))
-    seen["unsendable"] = outcome(lambda: _broadcast.load_on_zero(ranks, lambda: {"a": lambda: None}))
-    seen["not-built"] = outcome(lambda: _broadcast.load_on_zero(ranks, lambda: {"a": FailsToBuild()}))
+        seen[name] = outcome(partial(broadcast.load_on_zero, ranks, partial(fails, error)))
+    seen["unsendable"] = outcome(lambda: broadcast.load_on_zero(ranks, lambda: {"a": lambda: None}))
+    seen["not-built"] = outcome(lambda: broadcast.load_on_zero(ranks, lambda: {"a": FailsToBuild()}))
 
     # through the plugin, from a store
     url = f"counted://{directory}/run/a.ckpt"

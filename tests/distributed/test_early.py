@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_ft import exit_codes
-from lightning_ft._peers import LEAVES_SECS
+from lightning_ft._ranks.peers import LEAVES_SECS
 from tests import ranks
 from tests.ranks import Rank
 from tests.trainer import scenarios as s

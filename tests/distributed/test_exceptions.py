@@ -21,7 +21,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft import _writers, events, exit_codes
+from lightning_ft import events, exit_codes
+from lightning_ft._saving import writers
 from tests import ranks
 from tests.ranks import Outcome, Rank
 from tests.trainer import scenarios as s
@@ -274,7 +275,7 @@ def test_a_lack_of_memory_says_what_to_do(tmp_path: Path) -> None:
 def write_that_hangs(rank: Rank) -> list[str]:
     notes = Noted()
     logging.getLogger("lightning_ft").addHandler(notes)
-    _writers.GRACE_SECS = 0.5
+    writers.GRACE_SECS = 0.5
 
     def hang(event: events.Event) -> None:
         if isinstance(event, events.DataWritten) and f"step={STEP:08}" in event.path:

@@ -14,7 +14,8 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 import lightning_ft as ft
-from lightning_ft import _launched, exit_codes
+from lightning_ft import exit_codes
+from lightning_ft._ranks import launched
 from tests.distributed.test_exceptions import STEP
 
 ROOT = Path(__file__).parents[2]
@@ -56,12 +57,12 @@ def trainer_of(observer: Idle) -> Any:
 
 
 def test_what_is_written_comes_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launched, "ENDS_SECS", 0.01)
+    monkeypatch.setattr(launched, "ENDS_SECS", 0.01)
     mine, other = Idle(1), Idle(2)
     mine.start()
     other.start()
     try:
-        undo = _launched.be_patient(trainer_of(mine), threading.Event(), lambda: mine.done.append("written"))
+        undo = launched.be_patient(trainer_of(mine), threading.Event(), lambda: mine.done.append("written"))
         mine._terminate_all()
         other._terminate_all()
         assert mine.done == ["written", "kill"]
@@ -77,4 +78,4 @@ def test_what_is_written_comes_before_the_kill(monkeypatch: pytest.MonkeyPatch) 
 
 def test_processes_that_somebody_else_starts_are_not_ours() -> None:
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=None))
-    _launched.be_patient(trainer, threading.Event(), lambda: None)()
+    launched.be_patient(trainer, threading.Event(), lambda: None)()

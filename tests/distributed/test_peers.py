@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ft import _peers, exit_codes
-from lightning_ft._dist import WRITERS, Ranks
-from lightning_ft._peers import Peers
+from lightning_ft import exit_codes
+from lightning_ft._ranks import peers as _peers
+from lightning_ft._ranks.dist import WRITERS, Ranks
+from lightning_ft._ranks.peers import Peers
 from lightning_ft.errors import PeerLostError
 from tests import ranks
 from tests.ranks import Rank

@@ -14,7 +14,8 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import lightning_ft as ft
-from lightning_ft import _leaving, exit_codes
+from lightning_ft import exit_codes
+from lightning_ft._preemption import leaving
 from tests.distributed.spawned import STEP
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +34,15 @@ def spawner(*codes: int) -> Any:
 def test_every_code_of_ours_is_passed_on(code: int) -> None:
     for exception in (ProcessExitedException("", 0, 0, code), KeyboardInterrupt()):
         with pytest.raises(SystemExit) as left:
-            _leaving.leave_with_spawned(spawner(0, code), exception)
+            leaving.leave_with_spawned(spawner(0, code), exception)
         assert left.value.code == code
 
 
 def test_no_other_code_is() -> None:
     for exception in (ProcessExitedException("", 0, 0, 1), ProcessRaisedException("", 0, 0), KeyboardInterrupt()):
-        _leaving.leave_with_spawned(spawner(0, 1), exception)
+        leaving.leave_with_spawned(spawner(0, 1), exception)
     launched_by_others: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=None))
-    _leaving.leave_with_spawned(launched_by_others, KeyboardInterrupt())
+    leaving.leave_with_spawned(launched_by_others, KeyboardInterrupt())
 
 
 def test_all_are_all() -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_ft import _loops
+from lightning_ft._fit import loops
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import scenarios as s
 
@@ -54,5 +54,5 @@ def test_a_restart_with_another_order_is_noted(world_size: int, find_unused: boo
         strategy = Strategy()
 
     vars(Strategy.model)["find_unused_parameters"] = find_unused
-    found = _loops.inexact_reductions(Trainer(), world_size)  # type: ignore[arg-type]
+    found = loops.inexact_reductions(Trainer(), world_size)  # type: ignore[arg-type]
     assert len(found) == notes

@@ -14,9 +14,10 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ft as ft
-from lightning_ft import _guarding, _validation
-from lightning_ft._ballot import Vote
-from lightning_ft._watch import Request, Watch, Watches
+from lightning_ft._fit import guarding
+from lightning_ft._fit.watch import Request, Watch, Watches
+from lightning_ft._vote import validation
+from lightning_ft._vote.ballot import Vote
 from lightning_ft.state import Progress
 from tests.asked import Asked
 from tests.ranks import Rank, values
@@ -93,7 +94,7 @@ def _fit(rank: Rank, watch: Watch, *callbacks: Callback, **kwargs: Any) -> tuple
     ckpt_path = kwargs.pop("ckpt_path", None)
     saver = ft.FaultTolerantCheckpoint(rank.root / "run", every_n_epochs=100, save_on_train_end=False)
     with (
-        mock.patch.object(_guarding, "watches", return_value=Watches([watch])),
+        mock.patch.object(guarding, "watches", return_value=Watches([watch])),
         mock.patch.object(Vote, "close", closed),
     ):
         arguments = {"max_epochs": 2, "strategy": "ddp", "devices": 2, "use_distributed_sampler": False, **kwargs}
@@ -144,7 +145,7 @@ def _metrics(trainer: L.Trainer) -> dict[str, str]:
 
 def _validations(rank: Rank) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    with mock.patch.object(_validation, "_MOST_BATCHES", 1):
+    with mock.patch.object(validation, "_MOST_BATCHES", 1):
         # Ranks with other numbers of batches, of which nobody asks for anything.
         module, trainer, _ = _fit(rank, AskedOnce(), num_sanity_val_steps=-1, val_check_interval=4)
         seen["whole"] = module.losses, module.validated, _metrics(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_ft._traces import Difference, Record, differences
+from lightning_ft._proof.traces import Difference, Record, differences
 from lightning_ft.drill import diagnosis, unrestored
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ft._own_attributes import attributes
+from lightning_ft._proof.own_attributes import attributes
 
 
 class Part(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ft._traces import Record
+from lightning_ft._proof.traces import Record
 from lightning_ft.drill.points import in_a_later_epoch, points
 from lightning_ft.drill.runs import Point
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
 import lightning_ft as ft
-from lightning_ft._redirect import elsewhere, file_elsewhere, redirect
+from lightning_ft._proof.redirect import elsewhere, file_elsewhere, redirect
 
 
 class Service(Logger):

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
 from lightning_ft import _names, testing
-from lightning_ft._recorder import Recorder
+from lightning_ft._proof.recorder import Recorder
 from lightning_ft.guards.preemption import PreemptionGuard
 from tests import ranks
 from tests.ranks import Rank

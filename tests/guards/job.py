@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> None:
             os.sched_yield()
 
     from lightning_ft import events
-    from lightning_ft._recorder import Recorder
+    from lightning_ft._proof.recorder import Recorder
     from tests.guards.telling import Tell
     from tests.trainer import scenarios as s
 

@@ -17,11 +17,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft import _emergency, storage
-from lightning_ft._digest import digest
-from lightning_ft._left_out import VARIABLE
+from lightning_ft import storage
+from lightning_ft._divergence import emergency
+from lightning_ft._divergence.left_out import VARIABLE
+from lightning_ft._inspection.survey import survey
 from lightning_ft._names import KEY
-from lightning_ft._survey import survey
+from lightning_ft._state.digest import digest
 from lightning_ft.testing import assert_resume_exact
 from tests.guards import diverging as d
 from tests.trainer import cases as c
@@ -110,11 +111,11 @@ def test_the_emergency_checkpoint_says_what_happened_and_nobody_resumes_from_it(
 
 
 def test_two_emergency_checkpoints_stay(tmp_path: Path) -> None:
-    for _ in range(_emergency.KEPT + 1):
+    for _ in range(emergency.KEPT + 1):
         _, _, error = d.fit(tmp_path, STOP, d.Net(BAD))
         assert error is not None
     kept = [name for name in names(tmp_path) if name.startswith("diverged-")]
-    assert len(kept) == _emergency.KEPT
+    assert len(kept) == emergency.KEPT
     assert Path(error.emergency).name in kept
 
 

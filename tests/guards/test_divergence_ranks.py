@@ -12,9 +12,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft._ballot import Vote
-from lightning_ft._digest import digest
-from lightning_ft._left_out import VARIABLE
+from lightning_ft._divergence.left_out import VARIABLE
+from lightning_ft._state.digest import digest
+from lightning_ft._vote.ballot import Vote
 from tests.guards import diverging as d
 from tests.ranks import Rank, values
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft._digest import digest
-from lightning_ft._left_out import VARIABLE
+from lightning_ft._divergence.left_out import VARIABLE
+from lightning_ft._state.digest import digest
 from tests.ranks import Rank, values
 from tests.sharded import job
 

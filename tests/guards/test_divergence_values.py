@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import lightning_ft as ft
-from lightning_ft import _left_out, _names
-from lightning_ft._divergence import (
+from lightning_ft import _names
+from lightning_ft._divergence import left_out
+from lightning_ft._divergence.criteria import (
     Badness,
     Course,
     Judge,
@@ -22,17 +23,17 @@ from lightning_ft._divergence import (
     spike_limit,
     step_of_batch,
 )
-from lightning_ft._last_finite import candidates
-from lightning_ft._line import Line
+from lightning_ft._divergence.last_finite import candidates
+from lightning_ft._fit.line import Line
 from lightning_ft.manifest import CheckpointInfo, Manifest
 
 GOOD, HIGH, NOT_FINITE = Badness.GOOD, Badness.HIGH, Badness.NOT_FINITE
 
 
 def test_of_many_indices_a_line_has_the_first_few() -> None:
-    assert _left_out.words([list(range(8)), None]) == "indices [0, 1, 2, 3, 4, 5, 6, 7]"
-    assert _left_out.words([list(range(4096))]) == "indices [0, 1, 2, 3, 4, 5, 6, 7, and 4088 more]"
-    assert _left_out.words([None]) == "indices unknown"
+    assert left_out.words([list(range(8)), None]) == "indices [0, 1, 2, 3, 4, 5, 6, 7]"
+    assert left_out.words([list(range(4096))]) == "indices [0, 1, 2, 3, 4, 5, 6, 7, and 4088 more]"
+    assert left_out.words([None]) == "indices unknown"
     assert batches_in_words([26]) == "batch 26"
     assert batches_in_words([26, 27, 29]) == "batches 26-27,29"
 

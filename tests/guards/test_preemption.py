@@ -27,10 +27,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft import _loops, _signals, _slurm, exit_codes
-from lightning_ft._dist import Ranks
-from lightning_ft._preemption import Preemption
-from lightning_ft._watch import Request
+from lightning_ft import exit_codes
+from lightning_ft._fit import loops
+from lightning_ft._fit.watch import Request
+from lightning_ft._preemption import signals as _signals
+from lightning_ft._preemption import slurm as _slurm
+from lightning_ft._preemption.watch import Preemption
+from lightning_ft._ranks.dist import Ranks
 from lightning_ft.guards import Verdict
 from lightning_ft.manifest import Manifest
 from lightning_ft.state import Progress
@@ -599,7 +602,7 @@ def test_j5_the_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_j5_the_second_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ft._preemption._AT_ONCE_SECS", 0.1)
+    monkeypatch.setattr("lightning_ft._preemption.watch._AT_ONCE_SECS", 0.1)
     stands, go_on = threading.Event(), threading.Event()
     plugin, writers = ft.FaultTolerantCheckpointIO(), []
 
@@ -786,7 +789,7 @@ def test_i6_a_restart_knows_how_long_it_takes_from_its_checkpoint(
     stopped(tmp_path, At("on_train_batch_start", n=3))
     monkeypatch.setattr(Manifest, "metrics", {"total_secs": 90.0}, raising=False)
     asked: list[float | None] = []
-    budget = "lightning_ft._grace.Budget"
+    budget = "lightning_ft._preemption.grace.Budget"
     monkeypatch.setattr(f"{budget}.allows_save", property(lambda self: bool(asked.append(self.expected_secs))))
     trainer = r.trainer(At("on_train_batch_start", n=2), callback(tmp_path, ft.PreemptionGuard(grace=60)), max_epochs=2)
     with pytest.raises(SystemExit, match="76"):
@@ -919,7 +922,7 @@ def test_what_was_asked_for_before_the_fit_went_back_is_asked_for_again(tmp_path
         assert watch.decide(watch.ballot(), at) is None
         heeded[0] = None
         assert watch.decide(watch.ballot(), at) is not None
-        start = replace(at, batch=_loops.progress(trainer).batch)
+        start = replace(at, batch=loops.progress(trainer).batch)
         unsaved = watch.decide(watch.ballot(), start)
         assert unsaved is not None
         assert unsaved.save is None  # nothing was trained since

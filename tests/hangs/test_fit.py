@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import lightning_ft as ft
-from lightning_ft import _hang, _headway
+from lightning_ft._hang import headway, watch
 from tests import ranks
 from tests.hangs import trainings
 from tests.trainer import runs
@@ -75,7 +75,7 @@ def test_k4_reaching_the_position_in_the_data_is_progress(tmp_path: Path) -> Non
         heard: list[int] = []
         callback = ft.FaultTolerantCheckpoint(tmp_path, **kwargs)
         data = trainings.DataLoader(trainings.Stream(False), batch_size=4)
-        stop = _headway.listen(lambda: heard.append(1))
+        stop = headway.listen(lambda: heard.append(1))
         try:
             trainer(callback, max_steps=max_steps).fit(Line(), data, ckpt_path="last")
         finally:
@@ -159,7 +159,7 @@ def test_what_is_no_fit_is_not_watched(tmp_path: Path, kwargs: dict[str, Any], m
     def start(*args: Any) -> None:
         raise AssertionError("it is watched")
 
-    monkeypatch.setattr(_hang, "Watching", start)
+    monkeypatch.setattr(watch, "Watching", start)
     training = trainer(ft.FaultTolerantCheckpoint(tmp_path, guards=[ft.HangGuard()]), **kwargs)
     if kwargs:
         fit(training)
@@ -178,7 +178,7 @@ def test_a_fit_that_fails_is_watched_no_longer(tmp_path: Path) -> None:
         fit(trainer(ft.FaultTolerantCheckpoint(tmp_path, guards=[ft.HangGuard()]), Noting(watchers)), Fails())
     assert len(watchers) == 1
     assert not Path(f"/proc/{watchers[0]}").exists()
-    assert _hang._armed is None
+    assert watch._armed is None
 
 
 class Noting(runs.Callback):
@@ -188,8 +188,8 @@ class Noting(runs.Callback):
         self.watchers = watchers
 
     def on_train_start(self, *args: Any) -> None:
-        assert _hang._armed is not None
-        self.watchers.append(_hang._armed.watching.pid)
+        assert watch._armed is not None
+        self.watchers.append(watch._armed.watching.pid)
 
 
 def test_two_fits_have_a_watcher_each(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from lightning_ft import _loops
-from lightning_ft._digest import digest
+from lightning_ft._fit import loops
+from lightning_ft._state.digest import digest
 from tests.sharded import job, processes
 from tests.trainer import cases as c
 
@@ -93,7 +93,7 @@ def start(dirpath: str, path: str, chapter: Chapter, optimizer: str, kwargs: dic
     trainer = job.trainer(
         dirpath, chapter.kind, chapter.ranks, **{"every": 1, "plugins": [plugin], "limit_val_batches": 0, **kwargs}
     )
-    _loops.callbacks(trainer)[:0] = [Notes(f"{path}.rank{job.rank()}", chapter.kill_at)]
+    loops.callbacks(trainer)[:0] = [Notes(f"{path}.rank{job.rank()}", chapter.kill_at)]
     trainer.fit(job.Net(optimizer), c.plain_loader(48, 4, shuffle=True), ckpt_path=chapter.ckpt_path)
 
 

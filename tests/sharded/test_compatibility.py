@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import lightning_ft as ft
-from lightning_ft._consolidate import consolidate
-from lightning_ft._digest import digest
+from lightning_ft._inspection.consolidate import consolidate
+from lightning_ft._state.digest import digest
 from lightning_ft.storage import Storage
 from tests.sharded import job, plain, processes
 from tests.sharded.story import gathered

@@ -10,7 +10,7 @@ import pytest
 
 import lightning_ft as ft
 from lightning_ft import events, exit_codes
-from lightning_ft._recorder import KillSwitch
+from lightning_ft._proof.recorder import KillSwitch
 from tests.crash import harness
 from tests.sharded import job, processes
 

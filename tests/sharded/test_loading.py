@@ -17,7 +17,7 @@ import torchmetrics
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import lightning_ft as ft
-from lightning_ft._consolidate import consolidate
+from lightning_ft._inspection.consolidate import consolidate
 from lightning_ft.manifest import parse_directory, seal_directory
 from lightning_ft.storage import Storage
 from tests.ranks import Rank, values

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import lightning_ft as ft
 from lightning_ft import events
-from lightning_ft._consolidate import consolidate, load_shards
-from lightning_ft._shards import Shards
+from lightning_ft._inspection.consolidate import consolidate, load_shards
+from lightning_ft._sharded.shards import Shards
 from lightning_ft.storage import Storage
 from tests.ranks import Rank, values
 from tests.sharded.models import differences

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_ft._digest import digest
+from lightning_ft._state.digest import digest
 from lightning_ft.testing import assert_resume_exact
 from tests.sharded import job, processes
 from tests.trainer import cases as c

@@ -28,10 +28,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lightning_ft as ft
-from lightning_ft import _directory, events
-from lightning_ft._module_tree import ModuleTree
-from lightning_ft._plan import Late
-from lightning_ft._staging import SnapshotError
+from lightning_ft import events
+from lightning_ft._copying.module_tree import ModuleTree
+from lightning_ft._copying.plan import Late
+from lightning_ft._copying.staging import SnapshotError
+from lightning_ft._disk import directory
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.storage import Storage
 from tests.ranks import Rank, run, values
@@ -314,7 +315,7 @@ def fails_in(method: str, name: str) -> Callable[[Rank, int], None]:
     def install(rank: Rank, of: int) -> None:
         if rank.number != of:
             return
-        opened = _directory.DirectoryAttempt.open_file
+        opened = directory.DirectoryAttempt.open_file
 
         def open_file(self: Any, which: str, *args: Any) -> Any:
             file = opened(self, which, *args)
@@ -326,7 +327,7 @@ def fails_in(method: str, name: str) -> Callable[[Rank, int], None]:
                 setattr(file, method, broken)
             return file
 
-        _directory.DirectoryAttempt.open_file = open_file  # type: ignore[method-assign]
+        directory.DirectoryAttempt.open_file = open_file  # type: ignore[method-assign]
 
     return install
 
@@ -348,13 +349,13 @@ def failures(rank: Rank) -> Any:
         io = ft.FaultTolerantCheckpointIO(retries=0)
         io.fit_begins(require_weights_only=False)
         found = {}
-        kept = Storage.open_directory, _directory.DirectoryAttempt.open_file
+        kept = Storage.open_directory, directory.DirectoryAttempt.open_file
         for number, (name, (install, of)) in enumerate(FAULTS.items()):
             assert install is not None
             install(rank, of)
             saved(io, trained.state(), rank.root / f"bad{number}.ckpt")
             io.drain()
-            Storage.open_directory, _directory.DirectoryAttempt.open_file = kept  # type: ignore[method-assign]
+            Storage.open_directory, directory.DirectoryAttempt.open_file = kept  # type: ignore[method-assign]
             assert io.failed
             failure = io.take_failure()
             assert failure is not None
@@ -416,8 +417,8 @@ def killed(rank: Rank, point: str) -> Any:
     io.fit_begins(require_weights_only=False)
     saved(io, trained.state(), rank.root / "first.ckpt")
     io.drain()
-    finish = _directory.FileAttempt.finish
-    commit = _directory.DirectoryAttempt.commit
+    finish = directory.FileAttempt.finish
+    commit = directory.DirectoryAttempt.commit
 
     def finish_(self: Any) -> Any:
         if point == "1 before 0 wrote" and rank.number == 1:
@@ -443,8 +444,8 @@ def killed(rank: Rank, point: str) -> Any:
             rank.die()
         return made
 
-    _directory.FileAttempt.finish = finish_  # type: ignore[method-assign]
-    _directory.DirectoryAttempt.commit = commit_  # type: ignore[method-assign]
+    directory.FileAttempt.finish = finish_  # type: ignore[method-assign]
+    directory.DirectoryAttempt.commit = commit_  # type: ignore[method-assign]
     saved(io, trained.state(), rank.root / "second.ckpt")
     if point == "1 before the commit" and rank.number == 1:
         rank.wait_for("now")

@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import lightning_ft as ft
-from lightning_ft import _directory, exit_codes
+from lightning_ft import exit_codes
+from lightning_ft._disk import directory
 from lightning_ft.errors import ConfigurationError, SaveError
 from tests.ranks import Rank, run, values
 
@@ -55,7 +56,7 @@ class FailsAt(L.Callback):
 
     def __init__(self, rank: int, *steps: int) -> None:
         self.rank, self.steps = rank, steps
-        self.finish = _directory.FileAttempt.finish
+        self.finish = directory.FileAttempt.finish
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         def broken(file: Any) -> Any:
@@ -64,7 +65,7 @@ class FailsAt(L.Callback):
             return self.finish(file)
 
         if self.rank == trainer.global_rank == 1:
-            _directory.FileAttempt.finish = broken  # type: ignore[method-assign]
+            directory.FileAttempt.finish = broken  # type: ignore[method-assign]
 
 
 def trainer(rank: Rank, *callbacks: L.Callback, **options: Any) -> L.Trainer:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ft import _calls, _s3_parts
 from lightning_ft._names import checkpoint_name
+from lightning_ft._stores import calls, s3_parts
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 
@@ -80,10 +80,10 @@ def requests(storage: Storage, dirpath: str) -> Iterator[Counter[str]]:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest that a store takes."""
-    monkeypatch.setattr(_s3_parts, "PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(s3_parts, "PART_BYTES", 5 * MIB)
 
 
 @pytest.fixture
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are repeated at once."""
-    monkeypatch.setattr(_calls, "LONGEST_WAIT_SECS", 0.0)
+    monkeypatch.setattr(calls, "LONGEST_WAIT_SECS", 0.0)

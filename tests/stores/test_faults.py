@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_ft import discovery, events
-from lightning_ft._consolidate import consolidate
-from lightning_ft._read_back import read_back_file
-from lightning_ft._store_errors import is_transient
+from lightning_ft._inspection.consolidate import consolidate
+from lightning_ft._saving.read_back import read_back_file
+from lightning_ft._stores.errors import is_transient
 from lightning_ft.discovery import last_good, select, verify
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError, StorageError
 from lightning_ft.manifest import FileRecord
@@ -217,7 +217,7 @@ def test_bits_that_flip_every_time_are_found_before_anything_is_used(
 ) -> None:
     """Also those that flip only after everything was compared, where it has to be fetched a second time."""
     if not room:
-        monkeypatch.setattr("lightning_ft._verified_file.SPARE_BYTES", 1 << 60)
+        monkeypatch.setattr("lightning_ft._stores.verified_file.SPARE_BYTES", 1 << 60)
     storage = Storage(chaos.options)
     path = save(storage, chaos.url, size_bytes=50 * MIB)
     chaos.rules.append(Rule("corrupt", method="GET", path="step=", after=3, offset=100))
@@ -313,7 +313,7 @@ def test_waiting_is_bounded_by_the_deadline_and_not_by_the_repetitions(
     chaos: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that is busy for ever: the deadline ends it while the clients still repeat."""
-    monkeypatch.setattr("lightning_ft._calls.TRIES", 1000)
+    monkeypatch.setattr("lightning_ft._stores.calls.TRIES", 1000)
     Storage(chaos.options).listdir(chaos.url)
     chaos.options["deadline_secs"] = 0.5
     storage = Storage(chaos.options)

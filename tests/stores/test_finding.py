@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from lightning_ft import _ranged_file, _verified_file, discovery
+from lightning_ft import discovery
 from lightning_ft._names import checkpoint_name
+from lightning_ft._stores import ranged_file, verified_file
 from lightning_ft.discovery import LOOKED_AT_FIRST, last_good, list_checkpoints, start_of
 from lightning_ft.errors import NoUsableCheckpointError
 from lightning_ft.manifest import EOCD_BYTES, seal
@@ -135,17 +136,17 @@ def test_torch_loads_from_a_store_in_few_requests(s3: Place) -> None:
     with requests(storage, path) as made, storage.open_read(path) as file:
         loaded = torch.load(file, weights_only=True)
     assert torch.equal(loaded["299"], tensors["299"])
-    assert made["get_object"] <= 2 + storage.size(path) // _ranged_file.BLOCK_BYTES
+    assert made["get_object"] <= 2 + storage.size(path) // ranged_file.BLOCK_BYTES
 
 
 @needs_s3
 def test_g5_a_large_one_is_read_in_few_blocks_at_a_time(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a verification does not depend on the size of the checkpoint."""
-    monkeypatch.setattr(_ranged_file, "BLOCK_BYTES", MIB)
+    monkeypatch.setattr(ranged_file, "BLOCK_BYTES", MIB)
     storage = Storage(s3.options)
     path = save(storage, s3.url, size_bytes=40 * MIB)
     most_held = most_coming = 0
-    block = _ranged_file.RangedFile._block
+    block = ranged_file.RangedFile._block
 
     def watched(self: Any, index: int, last_wanted: int) -> bytes:
         nonlocal most_held, most_coming
@@ -153,19 +154,19 @@ def test_g5_a_large_one_is_read_in_few_blocks_at_a_time(s3: Place, monkeypatch: 
         most_held, most_coming = max(most_held, self.held_blocks), max(most_coming, len(self._coming))
         return data
 
-    monkeypatch.setattr(_ranged_file.RangedFile, "_block", watched)
+    monkeypatch.setattr(ranged_file.RangedFile, "_block", watched)
     assert discovery.verify(path, storage_options=s3.options).problem is None
-    assert 2 <= most_coming <= _ranged_file.BLOCKS_AHEAD
-    assert most_held <= _ranged_file.BLOCKS_AHEAD + _ranged_file.BLOCKS_KEPT
+    assert 2 <= most_coming <= ranged_file.BLOCKS_AHEAD
+    assert most_held <= ranged_file.BLOCKS_AHEAD + ranged_file.BLOCKS_KEPT
     most_held = 0
     file, _ = storage.open_verified(path)
     file.close()
-    assert 0 < most_held <= _ranged_file.BLOCKS_AHEAD + _ranged_file.BLOCKS_KEPT
+    assert 0 < most_held <= ranged_file.BLOCKS_AHEAD + ranged_file.BLOCKS_KEPT
 
 
 @needs_s3
 def test_an_object_that_is_replaced_is_not_read_in_its_stead(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranged_file, "BLOCK_BYTES", MIB)
+    monkeypatch.setattr(ranged_file, "BLOCK_BYTES", MIB)
     storage = Storage(s3.options)
     path = save(storage, s3.url, size_bytes=20 * MIB, boundary="none")
     with storage.open_read(path) as file:
@@ -178,8 +179,8 @@ def test_an_object_that_is_replaced_is_not_read_in_its_stead(s3: Place, monkeypa
 
 @pytest.mark.needs("/dev/shm")
 def test_a_temporary_directory_in_memory_is_known() -> None:
-    assert _verified_file._in_memory("/dev/shm")
-    assert not _verified_file._in_memory("/proc/self")
+    assert verified_file._in_memory("/dev/shm")
+    assert not verified_file._in_memory("/proc/self")
 
 
 @pytest.mark.parametrize("broken", ["gettempdir", "TemporaryFile"])
@@ -187,12 +188,12 @@ def test_without_a_temporary_directory_it_is_fetched_twice(monkeypatch: pytest.M
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(_verified_file.tempfile, broken, fails)
-    monkeypatch.setattr(_verified_file, "_in_memory", lambda directory: False)
+    monkeypatch.setattr(verified_file.tempfile, broken, fails)
+    monkeypatch.setattr(verified_file, "_in_memory", lambda directory: False)
     storage = Storage()
     path = save(storage, "memory://without_tmp")
     file, found = storage.open_verified(path)
     with file:
         assert found is not None
         assert len(file.read()) == storage.size(path)
-        assert isinstance(file, _ranged_file.RangedFile)
+        assert isinstance(file, ranged_file.RangedFile)

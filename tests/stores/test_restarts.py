@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ft._engine import SaveTask, Writer
-from lightning_ft._store_errors import is_transient
+from lightning_ft._saving.engine import SaveTask, Writer
+from lightning_ft._stores.errors import is_transient
 from lightning_ft.discovery import last_good, verify
 from lightning_ft.errors import StorageError
 from lightning_ft.storage import Storage

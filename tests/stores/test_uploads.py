@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_ft import _s3, _s3_parts, _s3_upload, events
+from lightning_ft import events
+from lightning_ft._stores import s3 as _s3
+from lightning_ft._stores import s3_parts, s3_upload
 from lightning_ft.discovery import verify
 from lightning_ft.errors import SaveError, StorageError
 from lightning_ft.storage import Storage
@@ -49,13 +51,13 @@ def test_g5_parts_go_in_parallel_and_few_are_in_memory(s3: Place, monkeypatch: p
     data = memoryview(archive(64 * MIB))
     path = f"{s3.url}/step=00000001.ckpt"
     with storage.open_attempt(path) as attempt:
-        assert isinstance(attempt, _s3_upload.S3Attempt)
+        assert isinstance(attempt, s3_upload.S3Attempt)
         for start in range(0, len(data), MIB):
             attempt.write(data[start : start + MIB])
             most_held = max(most_held, attempt._parts.held_parts)
         attempt.commit(manifest)
-    assert most_held == _s3_parts.PARTS_AT_ONCE + 1
-    assert 2 <= most_on_their_way <= _s3_parts.PARTS_AT_ONCE
+    assert most_held == s3_parts.PARTS_AT_ONCE + 1
+    assert 2 <= most_on_their_way <= s3_parts.PARTS_AT_ONCE
     monkeypatch.undo()
     assert verify(path, storage_options=s3.options).problem is None
 
@@ -91,7 +93,7 @@ def test_a_failed_upload_leaves_nothing(s3: Place, through: str) -> None:
 
 KILLED = """
 import os, signal, sys
-from lightning_ft import _s3_parts
+from lightning_ft._stores import s3_parts as _s3_parts
 from lightning_ft.storage import Storage
 _s3_parts.PART_BYTES = 5 << 20
 url, key, secret, endpoint = sys.argv[1:]
@@ -198,14 +200,14 @@ def test_e8_what_is_there_after_the_commit_is_looked_at(
 ) -> None:
     """A damaged object is taken back; one of another save, which came at the same moment, is not ours to remove."""
     storage = Storage(s3.options)
-    verifying = _s3_upload.Publication._verify
+    verifying = s3_upload.Publication._verify
 
     def verify_changed(self: Any, etag: str) -> None:
         monkeypatch.undo()
         change(self._store, self._path)
         verifying(self, etag)
 
-    monkeypatch.setattr(_s3_upload.Publication, "_verify", verify_changed)
+    monkeypatch.setattr(s3_upload.Publication, "_verify", verify_changed)
     with pytest.raises(SaveError if stays else StorageError):
         save(storage, s3.url)
     assert storage.listdir(s3.url) == (["step=00000001.ckpt"] if stays else [])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_ft as ft
-from lightning_ft import _recorder
+from lightning_ft._proof import recorder
 from lightning_ft.testing import Comparison, assert_resume_exact
 from tests.trainer import scenarios as s
 
@@ -289,7 +289,7 @@ class Noted(Callback):
 def recorded(make_trainer: Any, make_model: Any, make_data: Any, path: Path, ckpt_path: Any = "last") -> dict[Any, Any]:
     """One run in this process; what the recorder wrote down, by what it is about. Nothing, if nothing was trained."""
     made = make_trainer()  # seeds, so it comes first
-    made.callbacks.insert(0, _recorder.Recorder(str(path)))
+    made.callbacks.insert(0, recorder.Recorder(str(path)))
     data = make_data()
     train, val = data if isinstance(data, tuple) else (data, None)
     made.fit(make_model(), train, val, ckpt_path=ckpt_path)

@@ -20,7 +20,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 import lightning_ft as ft
-from lightning_ft import _engine, events
+from lightning_ft import events
+from lightning_ft._saving import engine
 from tests.trainer import scenarios as s
 
 WAIT_SECS = 60.0
@@ -129,7 +130,7 @@ class Slow:
         self._free = False
         self._stands = threading.Event()
         self.stood = 0
-        make_room, drain, close = _engine.Writer.make_room, _engine.Writer.drain, _engine.Writer.close
+        make_room, drain, close = engine.Writer.make_room, engine.Writer.drain, engine.Writer.close
 
         def make_room_(writer: Any, **kwargs: Any) -> None:
             replaces = kwargs["replace"] and any(getattr(task, "replaceable", False) for task in writer._tasks)
@@ -145,9 +146,9 @@ class Slow:
             self.let_all()
             close(writer)
 
-        monkeypatch.setattr(_engine.Writer, "make_room", make_room_)
-        monkeypatch.setattr(_engine.Writer, "close", close_)
-        monkeypatch.setattr(_engine.Writer, "drain", drain_)
+        monkeypatch.setattr(engine.Writer, "make_room", make_room_)
+        monkeypatch.setattr(engine.Writer, "close", close_)
+        monkeypatch.setattr(engine.Writer, "drain", drain_)
 
     def __call__(self, event: events.Event) -> None:
         if isinstance(event, self._at) and not self._free:

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_ft as ft
-from lightning_ft import _interval
-from lightning_ft._surprises import announce_first_save
+from lightning_ft._fit.surprises import announce_first_save
+from lightning_ft._history import interval
 from lightning_ft.state import Progress
 from lightning_ft.testing import assert_resume_exact
 from lightning_ft.triggers import Trigger
@@ -62,8 +62,8 @@ def test_the_first_save_is_announced_once(interval_secs: int, first: str, caplog
 def test_saves_follow_the_clock_and_the_decision_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_interval, "LEAST_SECS", 1e-6)
-    monkeypatch.setattr(_interval, "MOST_SECS", 1e-6)  # what a save takes decides: shorter than an epoch here
+    monkeypatch.setattr(interval, "LEAST_SECS", 1e-6)
+    monkeypatch.setattr(interval, "MOST_SECS", 1e-6)  # what a save takes decides: shorter than an epoch here
     with caplog.at_level(logging.INFO):
         saved = fit(tmp_path, epochs=2)
     assert saved[0] == (1, "time")
@@ -86,7 +86,7 @@ def test_another_plugin_measures_nothing(tmp_path: Path) -> None:
 
 
 def often(dirpath: str) -> L.Trainer:
-    _interval.LEAST_SECS = _interval.MOST_SECS = 1e-6  # in this fresh process
+    interval.LEAST_SECS = interval.MOST_SECS = 1e-6  # in this fresh process
     return s.trainer(dirpath, ft_args={"every_n_train_steps": "auto"})
 
 
@@ -110,7 +110,7 @@ class Saves(Callback):
 def often_on_rank_zero(dirpath: str) -> L.Trainer:
     """Asked for its own opinion, rank 1 would never save."""
     rank = os.environ["LOCAL_RANK"]
-    _interval.LEAST_SECS = _interval.MOST_SECS = 1e-6 if rank == "0" else 1e9
+    interval.LEAST_SECS = interval.MOST_SECS = 1e-6 if rank == "0" else 1e9
     made = s.ddp(dirpath, ft_args={"every_n_train_steps": "auto"})
     made.callbacks.insert(0, Saves(Path(dirpath).parent / f"saves.rank{rank}"))
     return made

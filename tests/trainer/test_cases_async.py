@@ -18,8 +18,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_ft as ft
-from lightning_ft import _engine, events
-from lightning_ft._digest import digest
+from lightning_ft import events
+from lightning_ft._saving import engine
+from lightning_ft._state.digest import digest
 from lightning_ft.storage import Storage
 from tests.trainer import runs
 from tests.trainer import scenarios as s
@@ -310,15 +311,15 @@ class InFlight:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.accepted = self.committed = self.left_out = self.most = 0
-        enqueue = _engine.Writer._enqueue
+        enqueue = engine.Writer._enqueue
 
         def enqueue_(writer: Any, task: Any) -> None:
-            if isinstance(task, _engine.SaveTask):
+            if isinstance(task, engine.SaveTask):
                 self.accepted += 1
                 self.most = max(self.most, self.accepted - self.committed - self.left_out)
             enqueue(writer, task)
 
-        monkeypatch.setattr(_engine.Writer, "_enqueue", enqueue_)
+        monkeypatch.setattr(engine.Writer, "_enqueue", enqueue_)
 
     def __call__(self, event: events.Event) -> None:
         self.committed += isinstance(event, events.Committed)

@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import lightning_ft as ft
 from lightning_ft import events
-from lightning_ft._engine import SaveTask, Writer
 from lightning_ft._names import parse_leftover
+from lightning_ft._saving.engine import SaveTask, Writer
 from lightning_ft.manifest import EOCD_SIGNATURE
 from tests.trainer import runs
 from tests.trainer.runs import Line, fit, trainer

@@ -22,8 +22,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import lightning_ft as ft
 from lightning_ft import events
+from lightning_ft._inspection.pruning import plan_pruning
 from lightning_ft._names import STARTS_NAME
-from lightning_ft._pruning import plan_pruning
 from lightning_ft.retention import Retention
 from tests.trainer import runs
 from tests.trainer import scenarios as s

@@ -29,7 +29,7 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 import lightning_ft as ft
 from lightning_ft import events
-from lightning_ft._history import DIRECTORY as EVENTS
+from lightning_ft._history.event_file import DIRECTORY as EVENTS
 from lightning_ft._names import LOCK_NAME
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import cases as c

@@ -24,7 +24,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_ft as ft
-from lightning_ft import _lock, _session, events
+from lightning_ft import events
+from lightning_ft._disk import lock as _lock
+from lightning_ft._fit import session
 from tests.trainer import runs
 from tests.trainer import scenarios as s
 from tests.trainer.runs import Line, fit, trainer
@@ -198,7 +200,7 @@ def test_nothing_is_left_of_a_fit_that_cannot_begin(
     arguments: dict[str, Any] = {"plugins": [runs.GatedTorchIO(lambda path: None)]}
     if fails == "what follows":
         arguments = {}
-        monkeypatch.setattr(_session, "Exceptions", Path.readlink)  # raises for whatever it gets
+        monkeypatch.setattr(session, "Exceptions", Path.readlink)  # raises for whatever it gets
     guards = [ft.PreemptionGuard(), ft.DivergenceGuard(action="rollback")]
     worker = torch.utils.data._utils.worker._worker_loop
     the_trainer = trainer(ours(tmp_path, guards=guards), **arguments)
@@ -496,7 +498,7 @@ def imported(modules: str) -> set[str]:
 
 
 def test_looking_at_checkpoints_imports_no_framework() -> None:
-    lower = ("errors", "events", "manifest", "storage", "_lock", "discovery", "retention", "rotation", "triggers")
+    lower = ("errors", "events", "manifest", "storage", "_disk.lock", "discovery", "retention", "rotation", "triggers")
     found = imported(", ".join(f"lightning_ft.{name}" for name in lower))
     assert "xxhash" in found
     assert not found & {"torch", "lightning", "pytorch_lightning", "torchmetrics"}

@@ -26,10 +26,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
 import lightning_ft as ft
-from lightning_ft import _staging, events
-from lightning_ft._digest import digest
-from lightning_ft._plan import Late
-from lightning_ft._staging import Staged, Stager
+from lightning_ft import events
+from lightning_ft._copying import staging
+from lightning_ft._copying.plan import Late
+from lightning_ft._copying.staging import Staged, Stager
+from lightning_ft._state.digest import digest
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import runs
@@ -322,7 +323,7 @@ MODELS: dict[str, type[Wide]] = {
 def test_every_file_is_the_state_of_its_moment(
     model: str, check: str, was: Was, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(_staging.CHECK_VARIABLE, check)
+    monkeypatch.setenv(staging.CHECK_VARIABLE, check)
     if check and model not in ("batch-norm", "gan", "unusual", "momentum-encoder", "lbfgs", "lookup"):
         pytest.skip("the same code is checked with other models")
     fit(trainer(ours(tmp_path)), MODELS[model]())
@@ -335,7 +336,7 @@ def test_copies_made_after_the_step_would_be_noticed(was: Was, tmp_path: Path, m
     monkeypatch.setattr(FaultTolerantCheckpointIO, "before_optimizer_step", lambda self: None)
     monkeypatch.setattr(Staged, "withdraw_unless", lambda self, steps: False)
     monkeypatch.setattr(Staged, "_judge", lambda self: None)
-    monkeypatch.setattr(_staging, "digest", lambda data: "")
+    monkeypatch.setattr(staging, "digest", lambda data: "")
     fit(trainer(ours(tmp_path)), Wide())
     with pytest.raises(AssertionError, match=r"state_dict|optimizer_states"):
         was.compare(tmp_path)

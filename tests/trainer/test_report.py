@@ -10,9 +10,9 @@ import lightning as L
 import pytest
 
 import lightning_ft as ft
-from lightning_ft import _history
-from lightning_ft._chronicle import Chronicle
-from lightning_ft._timeline import read
+from lightning_ft._history import event_file
+from lightning_ft._history.chronicle import Chronicle
+from lightning_ft._history.timeline import read
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.guards import diverging
@@ -40,7 +40,7 @@ def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
 
 
 def make_trainer(dirpath: str) -> L.Trainer:
-    _history.PROGRESS_SECS = 0.0  # a line per step, in this fresh process
+    event_file.PROGRESS_SECS = 0.0  # a line per step, in this fresh process
     return s.trainer(dirpath)
 
 
@@ -48,7 +48,7 @@ def test_three_kills_are_three_restarts_and_the_steps_that_were_trained_twice(tm
     result = assert_resume_exact(make_trainer, s.Net, s.shuffled, kill_at=[5, 10, 14], root=tmp_path)
     timeline = read(result.dirpath, Storage())
     assert (timeline.restarts, timeline.failures) == (3, 3)
-    files = sorted((Path(result.dirpath) / _history.DIRECTORY).iterdir())
+    files = sorted((Path(result.dirpath) / event_file.DIRECTORY).iterdir())
     starts = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     assert [[r["event"] for r in start].count("ended") for start in starts] == [0, 0, 0, 1]
     first_steps = [next(r["step"] for r in start if r["event"] == "training") for start in starts]
@@ -74,7 +74,7 @@ def test_three_kills_are_three_restarts_and_the_steps_that_were_trained_twice(tm
 
 
 def test_what_a_rollback_undoes_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_history, "PROGRESS_SECS", 0.0)
+    monkeypatch.setattr(event_file, "PROGRESS_SECS", 0.0)
     guards = [ft.DivergenceGuard(action="rollback")]
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 import lightning_ft as ft
-from lightning_ft import _starts
 from lightning_ft._names import STARTS_NAME
+from lightning_ft._restart import starts
 from lightning_ft.storage import Storage
 from tests import ranks
 from tests.trainer import runs
@@ -25,7 +25,7 @@ from tests.trainer.runs import Line, first_run, fit, trainer
 
 def counted(dirpath: Path | str) -> list[int]:
     """What is counted, of each checkpoint."""
-    return [of.starts for of in _starts.read(Storage(), str(dirpath)).counts.values()]
+    return [of.starts for of in starts.read(Storage(), str(dirpath)).counts.values()]
 
 
 class Raises(Callback):

@@ -11,9 +11,10 @@ import fsspec
 import pytest
 
 import lightning_ft as ft
-from lightning_ft import _engine, events
+from lightning_ft import events
 from lightning_ft._names import checkpoint_name
-from lightning_ft._uploads import Uploads
+from lightning_ft._saving import engine
+from lightning_ft._saving.uploads import Uploads
 from lightning_ft.errors import SaveError
 from lightning_ft.storage import Storage
 from tests.trainer import runs
@@ -131,14 +132,14 @@ def test_what_is_due_there_gives_way_to_nothing_that_is_not(place: Place, monkey
 
 def test_room_is_made_for_the_last_upload_whenever_it_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the upload is still on its way out of its thread."""
-    then = _engine.Writer.then
+    then = engine.Writer.then
 
-    def then_at_once(writer: _engine.Writer, *args: Any) -> None:
+    def then_at_once(writer: engine.Writer, *args: Any) -> None:
         then(writer, *args)
         if threading.current_thread().name == Uploads.THREAD:
             assert writer.drain(WAIT_SECS)
 
-    monkeypatch.setattr(_engine.Writer, "then", then_at_once)
+    monkeypatch.setattr(engine.Writer, "then", then_at_once)
     gate = Gate()
 
     def look(trainer: Any) -> None:

@@ -15,8 +15,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import lightning_ft as ft
-from lightning_ft import _guarding, _validation
-from lightning_ft._watch import Request, Watches
+from lightning_ft._fit import guarding
+from lightning_ft._fit.watch import Request, Watches
+from lightning_ft._vote import validation
 from lightning_ft.state import Progress
 from tests.asked import Asked
 from tests.trainer import runs
@@ -99,7 +100,7 @@ def _fit(
     def watches(*_: Any) -> Watches:
         return Watches([signal.watch])
 
-    patch.setattr(_guarding, "watches", watches)
+    patch.setattr(guarding, "watches", watches)
     callbacks = kwargs.pop("callbacks", [])
     saver = ft.FaultTolerantCheckpoint(dirpath, every_n_epochs=100, save_on_train_end=False)
     trainer = runs.trainer(signal, *callbacks, saver, **{"max_epochs": 3, **kwargs})
@@ -126,7 +127,7 @@ def test_a_validation_is_left_soon_and_the_restart_runs_it(
     step: int, interval: str, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Noisy, "interval", interval)
-    monkeypatch.setattr(_validation, "_MOST_BATCHES", 1)
+    monkeypatch.setattr(validation, "_MOST_BATCHES", 1)
     kwargs = {"val_check_interval": every, "num_sanity_val_steps": 2}
     whole = Signal()
     trainer, model = _fit(monkeypatch, tmp_path / "whole", whole, **kwargs)
@@ -201,7 +202,7 @@ def test_a_validation_whose_start_cannot_be_saved_runs_to_its_end(
     model: Any, kwargs: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What was asked for happens when it is over; within an accumulation, when that is."""
-    monkeypatch.setattr(_validation, "_MOST_BATCHES", 1)
+    monkeypatch.setattr(validation, "_MOST_BATCHES", 1)
     step = 4 if "accumulate_grad_batches" not in kwargs else 1
     signal = Signal(step, 2)
     trainer, _ = _fit(monkeypatch, tmp_path, signal, model=model(), val_check_interval=4, **kwargs)
@@ -229,7 +230,7 @@ class Terminated(Noisy):
 
 def test_sigterm_within_a_validation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The process leaves with the documented code, saved, and its restart is exact."""
-    monkeypatch.setattr(_validation, "_MOST_BATCHES", 1)
+    monkeypatch.setattr(validation, "_MOST_BATCHES", 1)
 
     def fit(name: str, make: Callable[[], Noisy], **kwargs: Any) -> dict[str, Any]:
         saver = ft.FaultTolerantCheckpoint(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import lightning_ft as ft
-from lightning_ft import _guarding
-from lightning_ft._ballot import Vote
-from lightning_ft._watch import Request, Watch, Watches
+from lightning_ft._fit import guarding
+from lightning_ft._fit.watch import Request, Watch, Watches
+from lightning_ft._vote.ballot import Vote
 from lightning_ft.state import Progress
 from tests.trainer import runs
 
@@ -128,7 +128,7 @@ def _fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, watch: Numbered, model: L.LightningModule, **kwargs: Any
 ) -> Vote:
     made: list[Vote] = []
-    monkeypatch.setattr(_guarding, "watches", lambda *_: Watches([watch]))
+    monkeypatch.setattr(guarding, "watches", lambda *_: Watches([watch]))
     close = Vote.close
     monkeypatch.setattr(Vote, "close", lambda vote: (made.append(vote), close(vote))[1])
     saver = ft.FaultTolerantCheckpoint(tmp_path, every_n_epochs=100, save_on_train_end=False)

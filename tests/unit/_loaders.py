@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from lightning_ft._tracked import track
+from lightning_ft._data.tracked import track
 from lightning_ft.dataloading import Tracker
 
 LENGTH = 11

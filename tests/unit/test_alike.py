@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft import _alike
-from lightning_ft._alike import Alike
-from lightning_ft._layout import signature
+from lightning_ft._copying import alike as _alike
+from lightning_ft._copying.alike import Alike
+from lightning_ft._copying.layout import signature
 
 FLAT = torch.arange(24.0)
 

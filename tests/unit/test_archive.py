@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ft import _archive
-from lightning_ft._archive import GATHER_BYTES, SLICE_BYTES, write_archive
+from lightning_ft._disk import archive as _archive
+from lightning_ft._disk.archive import GATHER_BYTES, SLICE_BYTES, write_archive
 
 U32_MAX = 2**32 - 1
 

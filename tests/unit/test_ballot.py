@@ -17,10 +17,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_ft import _ballot_box, _roll_call
-from lightning_ft._ballot import Vote
-from lightning_ft._ballot_box import HIGHEST_VOTE, SharedBox
-from lightning_ft._dist import Ranks
+from lightning_ft._ranks.dist import Ranks
+from lightning_ft._vote import ballot_box, roll_call
+from lightning_ft._vote.ballot import Vote
+from lightning_ft._vote.ballot_box import HIGHEST_VOTE, SharedBox
 from lightning_ft.errors import PeerLostError
 from tests.ranks import Rank, run, values
 
@@ -30,7 +30,7 @@ WAYS = ("one host", "several hosts")
 
 def found_each_other(way: str) -> AbstractContextManager[Any]:
     """Inside, ranks are what they are, or taken for ranks on several hosts."""
-    return mock.patch.object(_ballot_box, "_join", return_value=None) if way == "several hosts" else nullcontext()
+    return mock.patch.object(ballot_box, "_join", return_value=None) if way == "several hosts" else nullcontext()
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def _many_ballots(rank: Rank, way: str) -> dict[str, Any]:
     with grouped(rank, way) as ranks:
         vote = Vote(ranks, TOPICS, timedelta(seconds=40))
         if way == "one host":
-            vote._box._number = _ballot_box._NUMBERS - 100
+            vote._box._number = ballot_box._NUMBERS - 100
         count = 200
         wrong = []
         for number in range(count):
@@ -161,23 +161,23 @@ def test_another_process_of_that_number_is_not_rank_zero(path: str, tmp_path: Pa
         path = _memory(tmp_path, TOKEN[::-1] + bytes(16))
     elif path == "directory":
         path = str(tmp_path)
-    assert _ballot_box._join(path, TOKEN, 32) is None
+    assert ballot_box._join(path, TOKEN, 32) is None
 
 
 def test_the_memory_of_rank_zero_is_found(tmp_path: Path) -> None:
-    fd = _ballot_box._join(_memory(tmp_path, TOKEN + bytes(16)), TOKEN, 32)
+    fd = ballot_box._join(_memory(tmp_path, TOKEN + bytes(16)), TOKEN, 32)
     assert fd is not None
     os.close(fd)
 
 
 def test_a_word_of_another_ballot_is_not_taken(tmp_path: Path) -> None:
     """Words are written one after the other: whoever looks in between has to wait for the rest."""
-    with open(_memory(tmp_path, bytes(_ballot_box._size_bytes(2, 2))), "r+b") as memory:
+    with open(_memory(tmp_path, bytes(ballot_box._size_bytes(2, 2))), "r+b") as memory:
         mine, other = (SharedBox(os.dup(memory.fileno()), rank, 2, 2) for rank in (0, 1))
         for number in range(5):
             mine.put([number, 0])
             assert not mine.ready()
-            other._number, low = mine._number - 1, (mine._number % _ballot_box._NUMBERS) << 47
+            other._number, low = mine._number - 1, (mine._number % ballot_box._NUMBERS) << 47
             other._own[mine._number & 1][1] = low | 9  # the second word alone
             assert not mine.ready()
             other.put([7, 9])
@@ -208,7 +208,7 @@ def _one_does_not_come(rank: Rank, way: str, how: str) -> dict[str, Any]:
         os._exit(0)
     vote.cast({})
     began = time.monotonic()
-    with mock.patch.object(_roll_call, "_MARGIN", timedelta(0)), pytest.raises(PeerLostError) as error:
+    with mock.patch.object(roll_call, "_MARGIN", timedelta(0)), pytest.raises(PeerLostError) as error:
         vote.read()
     raised_after_secs = time.monotonic() - began
     rank.tell(f"{rank.number} is done")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ft import _broadcast
-from lightning_ft._broadcast import _messages, _take_apart, _Together, load_once
-from lightning_ft._digest import digest, digest_of_data
+from lightning_ft._restart import broadcast
+from lightning_ft._restart.broadcast import _messages, _take_apart, _Together, load_once
+from lightning_ft._state.digest import digest, digest_of_data
 from lightning_ft.errors import ConfigurationError, RestoreError
 
 
@@ -51,8 +51,8 @@ def test_what_cannot_be_sent_is_refused_by_name() -> None:
 
 
 def test_messages_are_bounded_and_small_tensors_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_broadcast, "BUCKET_BYTES", 100)
-    monkeypatch.setattr(_broadcast, "PIECE_BYTES", 64)
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(broadcast, "PIECE_BYTES", 64)
     sizes_bytes = [10, 90, 20, 0, 20, 20, 20, 20, 20, 7, 200]
     storages = [torch.zeros(size, dtype=torch.uint8).untyped_storage() for size in sizes_bytes]
     messages = [[len(view) for view in message] for message in _messages(storages)]

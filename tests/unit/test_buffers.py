@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ft._buffers import Buffers
-from lightning_ft._layout import Layout, lay_out, signature
+from lightning_ft._copying.buffers import Buffers
+from lightning_ft._copying.layout import Layout, lay_out, signature
 
 
 def layout(*sizes: int, largest: int | None = None) -> Layout:

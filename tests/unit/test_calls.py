@@ -10,8 +10,8 @@ from typing import Any
 import fsspec.asyn
 import pytest
 
-from lightning_ft import _calls
-from lightning_ft._calls import TRIES, Calls
+from lightning_ft._stores import calls as _calls
+from lightning_ft._stores.calls import TRIES, Calls
 from lightning_ft.errors import StorageError
 
 

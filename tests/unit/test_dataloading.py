@@ -45,8 +45,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ft._digest import digest
-from lightning_ft._tracked import track
+from lightning_ft._data.tracked import track
+from lightning_ft._state.digest import digest
 from lightning_ft.dataloading import Tracker
 from lightning_ft.errors import RestoreError
 
@@ -539,7 +539,7 @@ def test_how_a_batch_lies_in_memory_does_not_matter(one: Any, other: Any) -> Non
 
 def test_the_digest_is_the_same_in_another_process() -> None:
     code = (
-        "import torch; from collections import UserDict; from lightning_ft._digest import digest;"
+        "import torch; from collections import UserDict; from lightning_ft._state.digest import digest;"
         "print(digest(UserDict(a=torch.arange(4.0), names={'x', 'y', 'zz', 'w'})))"
     )
     found = {

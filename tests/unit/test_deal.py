@@ -20,9 +20,9 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ft import _deal
-from lightning_ft._elastic import Change, DataRank
-from lightning_ft._tracked import track
+from lightning_ft._data import deal
+from lightning_ft._data.elastic import Change, DataRank
+from lightning_ft._data.tracked import track
 from lightning_ft.dataloading import Tracker
 from lightning_ft.errors import TopologyError
 
@@ -168,7 +168,7 @@ def test_the_rest_is_filled_up_or_cut_at_the_end_only() -> None:
     begun.train(0, 5)  # 20 samples, 4 are left
     ranks = Ranks(distributed, 3, 1).resume(begun.states())
     assert ranks.trackers[0].batches_left() == (8, 2)
-    order = _deal.draw(begun.states()[0]["deal"]["order"])
+    order = deal.draw(begun.states()[0]["deal"]["order"])
     assert ranks.train(0) == [*order[20:], *order[:2]]
     dropping = Ranks(lambda r, n, size: distributed(r, n, size, drop_last=True), 1, 3).resume(begun.states())
     assert dropping.trackers[0].batches_left() == (8, 1)
@@ -185,7 +185,7 @@ def test_without_batching() -> None:
         list(limited(loader, 5))
     resumed = Ranks(single, 4, 1).resume(begun.states())
     assert resumed.trackers[0].batches_left() == (6, 4)  # 10 of 24 are trained
-    order = _deal.draw(begun.states()[0]["deal"]["order"])
+    order = deal.draw(begun.states()[0]["deal"]["order"])
     assert [int(i[0]) for i in resumed.loaders[1]] == [order[11], order[15], order[19], order[23]]
 
 
@@ -325,5 +325,5 @@ def test_a_state_of_its_own_at_the_end_of_an_epoch() -> None:
 
 def test_a_batch_sampler_of_torch_is_known_whatever_its_loader_says() -> None:
     loader: Any = DataLoader(Items(LENGTH), batch_sampler=BatchSampler(RandomSampler(Items(LENGTH)), 5, drop_last=True))
-    described = _deal.describe(loader, 1, DataRank())
+    described = deal.describe(loader, 1, DataRank())
     assert (described["batch_size"], described["order"]["kind"]) == (5, "random")

@@ -18,8 +18,9 @@ from _archives import archive, maker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ft import _direct, _sink
-from lightning_ft._direct import ALIGN_BYTES, DiskBuffers, DiskStream
+from lightning_ft._disk import direct as _direct
+from lightning_ft._disk import sink
+from lightning_ft._disk.direct import ALIGN_BYTES, DiskBuffers, DiskStream
 from lightning_ft.discovery import verify
 from lightning_ft.storage import Storage
 
@@ -33,7 +34,7 @@ Calls = list[tuple[int, int, bool]]
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> DiskBuffers:
     buffers = DiskBuffers(SMALL_BYTES, 3)
     monkeypatch.setattr(_direct, "BUFFERS", buffers)
-    monkeypatch.setattr(_sink, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(sink, "BUFFER_BYTES", 1000)
     return buffers
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_ft import _directory, events
-from lightning_ft._directory import DirectoryAttempt
-from lightning_ft._fallback import last_of_others
+from lightning_ft import events
+from lightning_ft._disk import directory
+from lightning_ft._disk.directory import DirectoryAttempt
 from lightning_ft._names import attempt_name
-from lightning_ft._read_back import ReadBackDepth, read_back
-from lightning_ft._uploads import Uploads
+from lightning_ft._restart.fallback import last_of_others
+from lightning_ft._saving.read_back import ReadBackDepth, read_back
+from lightning_ft._saving.uploads import Uploads
 from lightning_ft.discovery import select, start_of, verify, verify_files
 from lightning_ft.errors import CorruptCheckpointError, ManifestError, SaveError
 from lightning_ft.manifest import FileRecord, Manifest, digest_of_files, parse_directory, seal_directory
@@ -160,7 +161,7 @@ def test_the_last_one_of_another_callback_is(
     else:
         save(storage, str(path), {"old": b"x"})
     if not exchanges:
-        monkeypatch.setattr(_directory, "_exchange", lambda path, other: False)
+        monkeypatch.setattr(directory, "_exchange", lambda path, other: False)
     second = save(storage, str(path), step=2)
     assert storage.read_manifest(str(path))[0] == second
     assert os.listdir(tmp_path) == ["last.ckpt"]
@@ -207,7 +208,7 @@ def test_what_was_there_is_there_after_a_failed_commit(
 
     with monkeypatch.context() as context:
         context.setattr(os, "rename", fail)
-        context.setattr(_directory, "_exchange", no_exchange)
+        context.setattr(directory, "_exchange", no_exchange)
         with pytest.raises(OSError, match="injected"):
             attempt.commit(manifest(records))
     attempt.abort()
@@ -225,7 +226,7 @@ def test_a_replaced_one_that_cannot_be_removed_does_not_fail_the_save(
         raise PermissionError(errno.EACCES, "injected", path)
 
     with monkeypatch.context() as context:
-        context.setattr(_directory, "remove_local", fail)
+        context.setattr(directory, "remove_local", fail)
         second = save(storage, path, step=2)
     assert storage.read_manifest(path)[0] == second
     assert "stays until the next start" in caplog.text

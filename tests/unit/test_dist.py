@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ft._ballot import Vote
-from lightning_ft._dist import Ranks
+from lightning_ft._ranks.dist import Ranks
+from lightning_ft._vote.ballot import Vote
 from lightning_ft.errors import ConfigurationError, FaultToleranceError, NoUsableCheckpointError, RankFailure
 from tests.ranks import Rank, values
 

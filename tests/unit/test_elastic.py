@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DistributedSampler
 
-from lightning_ft import _elastic
-from lightning_ft._elastic import Change, DataRank, GlobalBatch
+from lightning_ft._data import elastic
+from lightning_ft._data.elastic import Change, DataRank, GlobalBatch
 from lightning_ft.errors import TopologyError
 
 
@@ -40,13 +40,13 @@ def test_data_rank(ranks: list[tuple[int, int]], own: int, expected: DataRank) -
     ],
 )
 def test_sources(saved: list[int], present: DataRank, expected: list[int]) -> None:
-    assert _elastic.sources(saved, present) == expected
+    assert elastic.sources(saved, present) == expected
 
 
 def test_every_saved_rank_is_taken_over_once() -> None:
     for saved in range(1, 9):
         for size in range(1, 9):
-            taken = [s for r in range(size) for s in _elastic.sources(range(saved), DataRank(r, size))]
+            taken = [s for r in range(size) for s in elastic.sources(range(saved), DataRank(r, size))]
             assert sorted(taken) == list(range(saved))
 
 
@@ -55,7 +55,7 @@ def test_every_saved_rank_is_taken_over_once() -> None:
     [(24, 0, 2, 2, 3, 12), (24, 12, 4, 1, 2, 20), (10, 0, 2, 4, 2, 10), (24, 8, 3, 2, 0, 8)],
 )
 def test_trained(length: int, offset: int, ranks: int, batch_size: int, delivered: int, expected: int) -> None:
-    assert _elastic.trained(length, offset, ranks, batch_size, delivered) == expected
+    assert elastic.trained(length, offset, ranks, batch_size, delivered) == expected
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -64,11 +64,11 @@ def test_trained(length: int, offset: int, ranks: int, batch_size: int, delivere
 def test_a_whole_order_is_dealt_out_as_torch_does(length: int, ranks: int, drop_last: bool) -> None:
     for rank in range(ranks):
         sampler = DistributedSampler(range(length), ranks, rank, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type, var-annotated]
-        share = _elastic.share(range(length), 0, rank, ranks, drop_last)
+        share = elastic.share(range(length), 0, rank, ranks, drop_last)
         if length >= ranks:  # torch keeps one sample for each rank then
             assert share == list(sampler)
             assert len(share) == len(sampler)
-        assert len(share) == _elastic.share_length(length, ranks, drop_last)
+        assert len(share) == elastic.share_length(length, ranks, drop_last)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,18 @@ def test_a_whole_order_is_dealt_out_as_torch_does(length: int, ranks: int, drop_
 )
 def test_what_is_left_is_dealt_out(offset: int, ranks: int, drop_last: bool, expected: list[list[int]]) -> None:
     order = list(range(10))
-    assert [_elastic.share(order, offset, r, ranks, drop_last) for r in range(ranks)] == expected
+    assert [elastic.share(order, offset, r, ranks, drop_last) for r in range(ranks)] == expected
 
 
 def test_more_is_filled_up_than_there_is() -> None:
-    assert [_elastic.share([7], 0, r, 3, False) for r in range(3)] == [[7], [7], [7]]
+    assert [elastic.share([7], 0, r, 3, False) for r in range(3)] == [[7], [7], [7]]
 
 
 @pytest.mark.parametrize(
     ("samples", "size", "drop_last", "expected"), [(7, 2, False, 4), (7, 2, True, 3), (0, 2, False, 0)]
 )
 def test_batches(samples: int, size: int, drop_last: bool, expected: int) -> None:
-    assert _elastic.batches(samples, size, drop_last) == expected
+    assert elastic.batches(samples, size, drop_last) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_batches(samples: int, size: int, drop_last: bool, expected: int) -> Non
     ],
 )
 def test_batches_of_an_epoch(mode: str, counts: list[int], cycled: list[bool], expected: int) -> None:
-    assert _elastic.epoch_batches(mode, counts, cycled) == expected
+    assert elastic.epoch_batches(mode, counts, cycled) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import tenacity.nap
 import torch
 from _archives import manifest
 
-from lightning_ft import _attempt, _direct, _disk_file, discovery, events
-from lightning_ft._engine import SaveTask, Writer
-from lightning_ft._staging import Stager
+from lightning_ft import discovery, events
+from lightning_ft._copying.staging import Stager
+from lightning_ft._disk import attempt, direct, disk_file
+from lightning_ft._saving.engine import SaveTask, Writer
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Attempt, Storage
@@ -445,7 +446,7 @@ def test_a_full_disk_is_reported_as_such_whatever_notices_it(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, close if call == "close" else no_space)
         # More than all buffers hold, so that a write fails within torch.save.
-        patch.setattr(_direct, "BUFFERS", _direct.DiskBuffers(_direct.ALIGN_BYTES, 2))
+        patch.setattr(direct, "BUFFERS", direct.DiskBuffers(direct.ALIGN_BYTES, 2))
         writer.save(task(tmp_path / "a.ckpt", large=torch.zeros(3 << 20, dtype=torch.uint8)))
         writer.drain()
     failure = writer.take_failure()
@@ -465,7 +466,7 @@ def test_an_error_of_a_class_of_the_store_is_reported_itself(
     def fail(self: Any, view: memoryview) -> None:
         raise ClientError("access denied")
 
-    monkeypatch.setattr(_disk_file.DiskFile, "append", fail)
+    monkeypatch.setattr(disk_file.DiskFile, "append", fail)
     writer.save(task(tmp_path / "a.ckpt", large=torch.zeros(3 << 20, dtype=torch.uint8)))
     writer.drain()
     failure = writer.take_failure()
@@ -477,7 +478,7 @@ def test_an_abort_that_fails_does_not_hide_why(writer: Writer, tmp_path: Path, m
     def fail(self: Any) -> None:
         raise OSError(errno.EIO, "abort")
 
-    monkeypatch.setattr(_attempt.LocalAttempt, "abort", fail)
+    monkeypatch.setattr(attempt.LocalAttempt, "abort", fail)
     monkeypatch.setattr(os, "fsync", no_space)
     writer.save(task(tmp_path / "a.ckpt"))
     writer.drain()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ft._grace import Budget, Durations, grace_secs
+from lightning_ft._preemption.grace import Budget, Durations, grace_secs
 from lightning_ft.errors import ConfigurationError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}

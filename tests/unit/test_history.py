@@ -12,8 +12,8 @@ import fsspec
 import pytest
 
 from lightning_ft import events
-from lightning_ft._history import DIRECTORY, History
-from lightning_ft._timeline import read
+from lightning_ft._history.event_file import DIRECTORY, History
+from lightning_ft._history.timeline import read
 from lightning_ft.storage import Storage
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_ft._interval import ASSUMED_FAILURE_SECS, advise, daly, failure_secs, lost_share, young
+from lightning_ft._history.interval import ASSUMED_FAILURE_SECS, advise, daly, failure_secs, lost_share, young
 
 
 def test_young_is_the_square_root_of_twice_the_product() -> None:

@@ -14,9 +14,10 @@ import torch
 from _late import LastMoment
 from torch import Tensor
 
-from lightning_ft import _copies, _staging
-from lightning_ft._plan import Late
-from lightning_ft._staging import SnapshotError, SnapshotWithdrawnError, Staged, Stager
+from lightning_ft._copying import copies as _copies
+from lightning_ft._copying import staging
+from lightning_ft._copying.plan import Late
+from lightning_ft._copying.staging import SnapshotError, SnapshotWithdrawnError, Staged, Stager
 
 WAIT_SECS = 60.0
 """A wait that runs out is a failure, and no hang."""
@@ -286,9 +287,9 @@ def test_in_later_ones_only_if_asked_for(
     variable: str | None, stager: Stager, last_moment: LastMoment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable is None:
-        monkeypatch.delenv(_staging.CHECK_VARIABLE, raising=False)
+        monkeypatch.delenv(staging.CHECK_VARIABLE, raising=False)
     else:
-        monkeypatch.setenv(_staging.CHECK_VARIABLE, variable)
+        monkeypatch.setenv(staging.CHECK_VARIABLE, variable)
     training = Training()
     stager.stage(training.checkpoint(), None).release()  # a blocking one does not count as checked
     for _ in range(2):
@@ -328,7 +329,7 @@ def test_a_change_through_data_is_found_even_if_the_copy_was_quicker(
 def test_with_the_variable_what_is_copied_at_once_is_checked_too(
     stager: Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(_staging.CHECK_VARIABLE, "1")
+    monkeypatch.setenv(staging.CHECK_VARIABLE, "1")
     training = Training()
     monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources: None)
     staged = stager.stage(training.checkpoint(), None)
@@ -710,7 +711,7 @@ def test_a_closed_stager_has_no_threads_and_can_be_used_again(stager: Stager) ->
 def test_the_times(stager: Stager, last_moment: LastMoment, monkeypatch: pytest.MonkeyPatch) -> None:
     """`blocked_secs` is what the main thread stood still, `staging_secs` what it took until all was copied."""
     ticks = iter(range(1000))
-    monkeypatch.setattr(_staging.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(staging.time, "monotonic", lambda: float(next(ticks)))
     training = Training()
     staged = stager.stage(training.checkpoint(), training.late())
     blocked_secs = staged.blocked_secs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft._layout import ALIGNMENT_BYTES, has_one_storage, lay_out, signature
+from lightning_ft._copying.layout import ALIGNMENT_BYTES, has_one_storage, lay_out, signature
 
 FLAT = torch.arange(24.0)
 

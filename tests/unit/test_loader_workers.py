@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling, worker
 from torchdata.stateful_dataloader import StatefulDataLoader, stateful_dataloader
 
-from lightning_ft._loader_workers import shield
+from lightning_ft._preemption.loader_workers import shield
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from lightning_ft._lock import DirectoryLock
+from lightning_ft._disk.lock import DirectoryLock
 from lightning_ft._names import LOCK_NAME
 from lightning_ft.errors import DirectoryInUseError
 
 ROOT = str(Path(__file__).parents[2])
 HOLD = """
 import sys
-from lightning_ft._lock import DirectoryLock
+from lightning_ft._disk.lock import DirectoryLock
 DirectoryLock(sys.argv[1]).acquire()
 print("held", flush=True)
 sys.stdin.read()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ft._module_tree import ModuleTree
+from lightning_ft._copying.module_tree import ModuleTree
 from lightning_ft.state import optimizer_layout
 
 

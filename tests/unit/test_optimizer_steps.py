@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft._optimizer_steps import before_steps
+from lightning_ft._copying.optimizer_steps import before_steps
 
 
 class Watch:

@@ -24,8 +24,8 @@ from _loaders import (
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from lightning_ft import _rng
-from lightning_ft._order import IndexSource, SamplerState, Seeded, SeededDataset
+from lightning_ft._data.order import IndexSource, SamplerState, Seeded, SeededDataset
+from lightning_ft._state import random_state
 from lightning_ft.errors import RestoreError
 
 # -- indices -----------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class Lazy(Sampler[int]):
 
 
 def source(base: Any, skip: int = 0, seed: int = 5, seed_of: Callable[[int], int] | None = None) -> IndexSource:
-    return IndexSource(base, lambda: _rng.Stream(seed), seed_of, lambda: skip)
+    return IndexSource(base, lambda: random_state.Stream(seed), seed_of, lambda: skip)
 
 
 @pytest.mark.parametrize("skip", range(7))
@@ -64,18 +64,18 @@ def test_skipped_indices_are_drawn_and_dropped(make: Callable[[], Any], skip: in
 def test_the_order_depends_on_its_stream_alone() -> None:
     orders = []
     for seed in (1, 2):
-        _rng.seed_cpu(seed)
+        random_state.seed_cpu(seed)
         indices = iter(source(Lazy()))
         first = next(indices)
-        _rng.seed_cpu(seed)
+        random_state.seed_cpu(seed)
         orders.append([first, *indices])
     assert orders[0] == orders[1]
 
 
 def test_drawing_the_order_leaves_the_global_sequences_alone() -> None:
-    _rng.seed_cpu(1)
+    random_state.seed_cpu(1)
     expected = [(random.random(), torch.rand(1), np.random.rand()) for _ in range(6)]
-    _rng.seed_cpu(1)
+    random_state.seed_cpu(1)
     assert [(random.random(), torch.rand(1), np.random.rand()) for _ in source(Lazy())] == expected
 
 
@@ -111,9 +111,9 @@ def test_a_sampler_that_raises_leaves_the_global_state_alone() -> None:
             raise KeyError("broken")
             yield
 
-    _rng.seed_cpu(3)
+    random_state.seed_cpu(3)
     expected = random.random()
-    _rng.seed_cpu(3)
+    random_state.seed_cpu(3)
     with pytest.raises(KeyError, match="broken"):
         next(iter(source(Broken())))
     assert random.random() == expected
@@ -129,15 +129,15 @@ def test_a_seeded_index_can_be_sent_to_a_worker() -> None:
 
 @pytest.fixture(autouse=True)
 def _keep_global_state() -> Iterator[None]:
-    state = _rng.capture()
+    state = random_state.capture()
     yield
-    _rng.restore(state)
+    random_state.restore(state)
 
 
 @pytest.mark.parametrize("dataset", [Items, ManyItems])
 def test_a_batch_is_made_from_its_seed_alone(dataset: Callable[[], Any]) -> None:
     def batch(seed: int, indices: list[int], before: int) -> Any:
-        _rng.seed_cpu(before)
+        random_state.seed_cpu(before)
         return SeededDataset(dataset(), 1).__getitems__(Seeded(indices, seed))
 
     assert batch(7, [3, 1], 0) == batch(7, [3, 1], 1)

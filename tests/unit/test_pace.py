@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_ft._interval import ASSUMED_FAILURE_SECS, daly
-from lightning_ft._pace import RECENT, Pace, Past
-from lightning_ft._timeline import Save, Start
+from lightning_ft._history.interval import ASSUMED_FAILURE_SECS, daly
+from lightning_ft._history.pace import RECENT, Pace, Past
+from lightning_ft._history.timeline import Save, Start
 from lightning_ft.triggers import Trigger
 
 AUTO = Trigger(auto=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ft._places import Places, boxes, described
-from lightning_ft._positions import by_position
-from lightning_ft._wrappers import named_like, plain_name, plain_names
+from lightning_ft._sharded.places import Places, boxes, described
+from lightning_ft._sharded.positions import by_position
+from lightning_ft._sharded.wrappers import named_like, plain_name, plain_names
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (4, 1, 3), (2, 3, 2, 2), (1, 1, 5)])

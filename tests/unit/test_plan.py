@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft import _buffers, _serialise
-from lightning_ft._buffers import Buffers
-from lightning_ft._layout import signature
-from lightning_ft._module_tree import ModuleTree
-from lightning_ft._plan import Late, Plan, Work
-from lightning_ft._skeleton import Skeleton
+from lightning_ft._copying import buffers
+from lightning_ft._copying.buffers import Buffers
+from lightning_ft._copying.layout import signature
+from lightning_ft._copying.module_tree import ModuleTree
+from lightning_ft._copying.plan import Late, Plan, Work
+from lightning_ft._copying.skeleton import Skeleton
+from lightning_ft._saving import serialise
 
 KIB = 256  # elements of float32
 
@@ -192,7 +193,7 @@ def no_collections() -> Iterator[None]:
 @pytest.mark.usefixtures("no_collections")
 def test_the_old_memory_is_given_back_before_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Growing must not need both at once, and nothing is left of a plan that is given up: also when it was written."""
-    allocate, alive = _buffers._allocate, []
+    allocate, alive = buffers._allocate, []
     blocks: list[Any] = []
 
     def count() -> None:
@@ -204,13 +205,13 @@ def test_the_old_memory_is_given_back_before_more_is_asked_for(monkeypatch: pyte
         blocks.append(weakref.ref(block))
         return block
 
-    monkeypatch.setattr(_buffers, "_allocate", allocate_)
+    monkeypatch.setattr(buffers, "_allocate", allocate_)
     plan = Made([torch.ones(10)])
     for elements in (5000, 10_000):
-        _serialise.collect(plan.targets, plan.reductions)
+        serialise.collect(plan.targets, plan.reductions)
         assert None not in plan.reductions.values()
         plan.arrange(signature([torch.ones(10), torch.ones(elements)])[0])
-    _serialise.collect(plan.targets, plan.reductions)
+    serialise.collect(plan.targets, plan.reductions)
     del plan
     count()
     assert alive == [0, 0, 0, 0]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft._plans import Plans
-from lightning_ft._skeleton import Skeleton
-from lightning_ft._staging import Stager
+from lightning_ft._copying.plans import Plans
+from lightning_ft._copying.skeleton import Skeleton
+from lightning_ft._copying.staging import Stager
 
 
 def checkpoint(value: float) -> dict[str, Any]:
@@ -52,7 +52,8 @@ def test_a_save_within_another_has_a_copy_of_its_own(stager: Stager, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "where", ["_skeleton.Template.refill", "_alike.Alike.addresses", "_skeleton.Template.__init__"]
+    "where",
+    ["_copying.skeleton.Template.refill", "_copying.alike.Alike.addresses", "_copying.skeleton.Template.__init__"],
 )
 def test_a_plan_is_free_again_after_an_interruption(
     where: str, stager: Stager, monkeypatch: pytest.MonkeyPatch

@@ -17,8 +17,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_ft import FaultTolerantCheckpoint, discovery, events
-from lightning_ft._lock import DirectoryLock
-from lightning_ft._staging import Stager
+from lightning_ft._copying.staging import Stager
+from lightning_ft._disk.lock import DirectoryLock
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.plugin import FaultTolerantCheckpointIO, SaveOptions

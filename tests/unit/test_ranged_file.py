@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ft import _ranged_file
-from lightning_ft._ranged_file import BLOCKS_AHEAD, BLOCKS_KEPT, RangedFile
+from lightning_ft._stores import ranged_file
+from lightning_ft._stores.ranged_file import BLOCKS_AHEAD, BLOCKS_KEPT, RangedFile
 from lightning_ft.errors import StorageError
 
 DATA = bytes(range(256)) * 4
@@ -36,7 +36,7 @@ class Source:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranged_file, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(ranged_file, "BLOCK_BYTES", BLOCK)
 
 
 operations = st.lists(

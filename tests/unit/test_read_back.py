@@ -13,9 +13,9 @@ import torch
 from _archives import archive, maker, manifest, save
 
 from lightning_ft import discovery, events, rotation
-from lightning_ft._engine import SaveTask, Writer
+from lightning_ft._copying.staging import Stager
 from lightning_ft._names import checkpoint_name
-from lightning_ft._staging import Stager
+from lightning_ft._saving.engine import SaveTask, Writer
 from lightning_ft.errors import ConfigurationError, SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.plugin import FaultTolerantCheckpointIO

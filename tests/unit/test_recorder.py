@@ -11,8 +11,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_ft import _kill_point, _recorder, events
-from lightning_ft._digest import digest
+from lightning_ft import events
+from lightning_ft._proof import kill_point, recorder
+from lightning_ft._state.digest import digest
 from tests.sharded import job, processes
 
 
@@ -40,7 +41,7 @@ def test_each_rank_has_the_digest_of_its_own_shard() -> None:
 )
 def test_a_kill_point_that_cannot_be(point: Any) -> None:
     with pytest.raises(ValueError, match="kill point"):
-        _kill_point.check_kill_point(point)
+        kill_point.check_kill_point(point)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_who_is_killed_where(
 ) -> None:
     signals: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
-    switch = _recorder.KillSwitch(point, rank)
+    switch = recorder.KillSwitch(point, rank)
     for _ in range(emitted):
         events.emit(events.Renamed("x"))
     if switch._forget is not None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from lightning_ft._positions import by_position
-from lightning_ft._replicated import Names, as_file, as_saved, by_layout, positions_of, require_restorable
+from lightning_ft._sharded.positions import by_position
+from lightning_ft._sharded.replicated import Names, as_file, as_saved, by_layout, positions_of, require_restorable
 from lightning_ft.errors import SaveError
 
 ONE = torch.ones(1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ft import _rng
+from lightning_ft._state import random_state
 
 SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63 - 1)
 
@@ -29,9 +29,9 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _keep_global_state() -> Any:
-    state = _rng.capture()
+    state = random_state.capture()
     yield
-    _rng.restore(state)
+    random_state.restore(state)
 
 
 def draws(count: int = 4) -> dict[str, list[Any]]:
@@ -48,67 +48,67 @@ def through_a_file(state: Any) -> Any:
 @pytest.mark.parametrize("drawn_before", [0, 1, 2, 3])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_restored_generator_continues_its_sequence(source: str, drawn_before: int) -> None:
-    _rng.seed_cpu(7)
+    random_state.seed_cpu(7)
     for _ in range(drawn_before):
         SOURCES[source]()
-    state = through_a_file(_rng.capture())
+    state = through_a_file(random_state.capture())
     expected = draws()
-    _rng.seed_cpu(8)
+    random_state.seed_cpu(8)
     draws()
-    assert _rng.restore(state) == []
+    assert random_state.restore(state) == []
     assert draws() == expected
 
 
 def test_capturing_draws_nothing_and_what_was_captured_stays() -> None:
-    _rng.seed_cpu(7)
+    random_state.seed_cpu(7)
     expected = draws()
-    _rng.seed_cpu(7)
-    state = _rng.capture()
+    random_state.seed_cpu(7)
+    state = random_state.capture()
     assert draws() == expected
-    _rng.restore(state)
+    random_state.restore(state)
     assert draws() == expected
-    _rng.restore(state)
+    random_state.restore(state)
     assert draws() == expected
 
 
 def test_lists_in_place_of_tuples_are_taken() -> None:
-    _rng.seed_cpu(7)
-    state = _rng.capture()
+    random_state.seed_cpu(7)
+    state = random_state.capture()
     expected = draws()
     version, numbers, gauss = state["python"]
-    _rng.restore({**state, "python": [version, list(numbers), gauss]})
+    random_state.restore({**state, "python": [version, list(numbers), gauss]})
     assert draws() == expected
 
 
 def test_the_second_normal_of_a_pair_is_part_of_the_state() -> None:
-    _rng.seed_cpu(7)
+    random_state.seed_cpu(7)
     np.random.normal()
-    state = _rng.capture()
+    state = random_state.capture()
     expected = np.random.normal(), np.random.rand()
-    _rng.restore(state)
+    random_state.restore(state)
     assert (np.random.normal(), np.random.rand()) == expected
 
 
 def test_a_stream_drops_the_second_normal_of_a_pair() -> None:
     # documented, and the reason why loaders enter their stream whatever the number of workers
-    _rng.seed_cpu(7)
+    random_state.seed_cpu(7)
     np.random.normal()
-    with _rng.Stream(1).active():
+    with random_state.Stream(1).active():
         pass
     assert np.random.get_state()[3] == 0
 
 
 def test_states_of_an_absent_accelerator_are_named() -> None:
-    state = {**_rng.capture(), "accelerators": {"warp": [torch.zeros(1)]}}
-    (problem,) = _rng.restore(state)
+    state = {**random_state.capture(), "accelerators": {"warp": [torch.zeros(1)]}}
+    (problem,) = random_state.restore(state)
     assert "'warp'" in problem
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_seeding_is_repeatable_for_every_generator(seed: int) -> None:
-    _rng.seed_cpu(seed)
+    random_state.seed_cpu(seed)
     first = draws()
-    _rng.seed_cpu(seed)
+    random_state.seed_cpu(seed)
     assert draws() == first
 
 
@@ -116,7 +116,7 @@ def test_other_seeds_give_other_sequences() -> None:
     for name, draw in SOURCES.items():
         found = set()
         for seed in (0, 1, 2, 2**31):
-            _rng.seed_cpu(seed)
+            random_state.seed_cpu(seed)
             found.add(repr(draw()))
         assert len(found) == 4, name
 
@@ -126,26 +126,26 @@ def test_draw_seed_advances_the_global_generator_by_one_draw() -> None:
     expected = torch.empty((), dtype=torch.int64).random_().item()
     after = torch.rand(1)
     torch.manual_seed(3)
-    assert _rng.draw_seed() == expected
+    assert random_state.draw_seed() == expected
     assert torch.rand(1) == after
 
 
 def test_draw_seed_is_of_the_cpu_whatever_the_default_device() -> None:
     torch.manual_seed(3)
-    expected = _rng.draw_seed()
+    expected = random_state.draw_seed()
     torch.manual_seed(3)
     with torch.device("meta"):
-        assert _rng.draw_seed() == expected
+        assert random_state.draw_seed() == expected
 
 
 # -- streams -----------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_does_not_touch_the_global_sequences() -> None:
-    _rng.seed_cpu(1)
+    random_state.seed_cpu(1)
     expected = [draws(1), draws(1)]
-    _rng.seed_cpu(1)
-    stream = _rng.Stream(99)
+    random_state.seed_cpu(1)
+    stream = random_state.Stream(99)
     found = []
     for _ in range(2):
         with stream.active():
@@ -157,26 +157,26 @@ def test_a_stream_does_not_touch_the_global_sequences() -> None:
 def test_a_stream_depends_on_nothing_but_its_seed_and_continues_where_it_was_left() -> None:
     sequences = []
     for outer in (1, 2):
-        _rng.seed_cpu(outer)
-        stream, found = _rng.Stream(99), []
+        random_state.seed_cpu(outer)
+        stream, found = random_state.Stream(99), []
         for _ in range(3):
             draws(outer)
             with stream.active():
                 found.append(draws(1))
         sequences.append(found)
     assert sequences[0] == sequences[1]
-    _rng.seed_cpu(99)
+    random_state.seed_cpu(99)
     assert [draws(1) for _ in range(3)] == sequences[0]
 
 
 def test_after_an_exception_the_global_state_is_back_and_the_stream_stands_where_it_broke() -> None:
-    _rng.seed_cpu(1)
+    random_state.seed_cpu(1)
     expected = draws(1)
-    _rng.seed_cpu(99)
+    random_state.seed_cpu(99)
     random.random()
     stream_continues = draws(1)
-    _rng.seed_cpu(1)
-    stream = _rng.Stream(99)
+    random_state.seed_cpu(1)
+    stream = random_state.Stream(99)
 
     def broken() -> None:
         with stream.active():
@@ -192,10 +192,10 @@ def test_after_an_exception_the_global_state_is_back_and_the_stream_stands_where
 
 def test_streams_nest() -> None:
     def alone(seed: int) -> list[Any]:
-        with _rng.Stream(seed).active():
+        with random_state.Stream(seed).active():
             return [draws(1), draws(1)]
 
-    outer, inner = _rng.Stream(1), _rng.Stream(2)
+    outer, inner = random_state.Stream(1), random_state.Stream(2)
     found_outer, found_inner = [], []
     with outer.active():
         found_outer.append(draws(1))
@@ -206,14 +206,14 @@ def test_streams_nest() -> None:
 
 
 def test_a_stream_is_continued_from_its_saved_state() -> None:
-    stream = _rng.Stream(5)
+    stream = random_state.Stream(5)
     assert stream.state is None
     with stream.active():
         draws(1)
     state = through_a_file(stream.state)
     with stream.active():
         expected = draws()
-    with _rng.Stream(123, state).active():
+    with random_state.Stream(123, state).active():
         assert draws() == expected
 
 
@@ -231,14 +231,14 @@ GOLDEN: list[tuple[tuple[int | str, ...], int]] = [
 @pytest.mark.parametrize(("parts", "value"), GOLDEN)
 def test_mix_never_changes(parts: tuple[int | str, ...], value: int) -> None:
     # Every checkpoint in the world relies on it: another value is another order of the data after a restart.
-    assert _rng.mix(*parts) == value
+    assert random_state.mix(*parts) == value
 
 
 def test_mix_is_the_same_in_another_process() -> None:
-    code = "from lightning_ft import _rng; print(_rng.mix(1, 'order', 2))"
+    code = "from lightning_ft._state import random_state as _rng; print(_rng.mix(1, 'order', 2))"
     env = {"PYTHONHASHSEED": "77", "PATH": "", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert int(run.stdout) == _rng.mix(1, "order", 2)
+    assert int(run.stdout) == random_state.mix(1, "order", 2)
 
 
 def test_mix_depends_on_every_part_its_type_and_its_place() -> None:
@@ -246,6 +246,6 @@ def test_mix_depends_on_every_part_its_type_and_its_place() -> None:
         (), (0,), (1,), ("1",), (-1,), (1, 2), (2, 1), (12,), ("1", "2"), ("12",), (1, "2"), ("1", 2), ("",), ("", ""),
         (2**63,), (2**64,), (1, "order"), (1, "batch"),
     ]  # fmt: skip
-    values = [_rng.mix(*p) for p in parts]
+    values = [random_state.mix(*p) for p in parts]
     assert len(set(values)) == len(parts)
     assert all(0 <= v < 2**63 for v in values)

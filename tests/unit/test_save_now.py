@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ft import _save_now
-from lightning_ft._save_now import SaveNow
+from lightning_ft._preemption import save_now as _save_now
+from lightning_ft._preemption.save_now import SaveNow
 
 
 class Clock:

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_archive import Hollow, Pieces
 
-from lightning_ft import _serialise
-from lightning_ft._archive import write_archive
+from lightning_ft._disk.archive import write_archive
+from lightning_ft._saving import serialise
 from lightning_ft.storage import Storage
 
 ID = "archive/.data/serialization_id"
@@ -40,7 +40,7 @@ def of_us(checkpoint: Any, serialization_id: str | None = None, alignment_bytes:
     """With the identifier of torch's file in place of ours, which cannot be the same: torch's depends on the hash of
     strings and the order of a set in the C++ library that it was built with."""
     buffer = io.BytesIO()
-    found = _serialise.collect(checkpoint).found
+    found = serialise.collect(checkpoint).found
     write_archive(buffer, [(name, data) for name, data, _ in found], alignment_bytes, serialization_id)
     return buffer.getvalue()
 
@@ -54,7 +54,7 @@ def assert_same(checkpoint: Any) -> None:
     theirs = of_torch(checkpoint)
     assert of_us(checkpoint, identity(theirs)) == theirs
     ours = io.BytesIO()
-    _serialise.save(checkpoint, ours)
+    serialise.save(checkpoint, ours)
     with zipfile.ZipFile(ours) as archive, zipfile.ZipFile(io.BytesIO(theirs)) as expected:
         assert archive.testzip() is None
         for one, other in zip(archive.infolist(), expected.infolist(), strict=True):
@@ -170,7 +170,7 @@ def test_the_alignment_that_torch_was_told(alignment_bytes: int) -> None:
     config = pytest.importorskip("torch.utils.serialization").config
     with config.patch("save.storage_alignment", alignment_bytes):
         theirs, ours = of_torch(_tied()), io.BytesIO()
-        _serialise.save(_tied(), ours)
+        serialise.save(_tied(), ours)
         assert len(ours.getvalue()) == len(theirs)
         assert of_us(_tied(), identity(theirs), alignment_bytes) == theirs
 
@@ -179,7 +179,7 @@ def test_the_alignment_that_torch_was_told(alignment_bytes: int) -> None:
 def test_torch_loads_the_committed_file(tmp_path: Path, options: dict[str, bool]) -> None:
     path = str(tmp_path / "step=00000010.ckpt")
     with Storage().open_attempt(path) as attempt:
-        _serialise.save({**_tied(), "large": torch.arange(2 << 20)}, attempt)
+        serialise.save({**_tied(), "large": torch.arange(2 << 20)}, attempt)
         attempt.commit(maker())
     found = torch.load(path, **{"weights_only": False, **options})
     assert all(torch.equal(found[key], value) for key, value in _tied().items() if key != "e")
@@ -193,11 +193,11 @@ def test_no_tensor_is_copied() -> None:
     checkpoint = {"a": torch.zeros(16 << 20), "b": torch.ones(3)}
     tracemalloc.start()
     try:
-        _serialise.save(checkpoint, Pieces())
+        serialise.save(checkpoint, Pieces())
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    found = {name: owner for name, _, owner in _serialise.collect(checkpoint).found}
+    found = {name: owner for name, _, owner in serialise.collect(checkpoint).found}
     assert found["data/0"].data_ptr() == checkpoint["a"].data_ptr()  # type: ignore[attr-defined]
 
 
@@ -205,7 +205,7 @@ def test_torch_is_not_asked_about_what_is_no_storage(monkeypatch: pytest.MonkeyP
     asked: list[type] = []
     is_storage = torch.is_storage
     monkeypatch.setattr(torch, "is_storage", lambda value: asked.append(type(value)) or is_storage(value))
-    _serialise.collect({str(i): torch.ones(i + 1) for i in range(50)})
+    serialise.collect({str(i): torch.ones(i + 1) for i in range(50)})
     assert len(asked) < 50
 
 
@@ -213,15 +213,15 @@ def test_what_tensors_are_to_a_pickle_is_found_out_once_for_those_that_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = [torch.ones(2, 3).t(), torch.ones(4, dtype=torch.float64), torch.ones(5, requires_grad=True)]
-    reductions: _serialise.Reductions = dict.fromkeys(map(id, kept))
-    reduce, asked = _serialise._reduce, []
-    monkeypatch.setattr(_serialise, "_reduce", lambda tensor: asked.append(id(tensor)) or reduce(tensor))
+    reductions: serialise.Reductions = dict.fromkeys(map(id, kept))
+    reduce, asked = serialise._reduce, []
+    monkeypatch.setattr(serialise, "_reduce", lambda tensor: asked.append(id(tensor)) or reduce(tensor))
     for number in range(4):
         checkpoint = {"kept": kept, "again": kept[0], "other": torch.full((number + 1,), 1.0)}
         before = len(asked)
-        found = [(name, bytes(data)) for name, data, _ in _serialise.collect(checkpoint, reductions).found]
+        found = [(name, bytes(data)) for name, data, _ in serialise.collect(checkpoint, reductions).found]
         assert len(asked) - before == (4 if number == 0 else 1)
-        assert found == [(name, bytes(data)) for name, data, _ in _serialise.collect(checkpoint).found]
+        assert found == [(name, bytes(data)) for name, data, _ in serialise.collect(checkpoint).found]
     assert len(reductions) == len(kept)
 
 
@@ -229,29 +229,29 @@ def test_what_tensors_are_to_a_pickle_is_found_out_once_for_those_that_are_kept(
 def test_what_cannot_be_pickled_is_not_begun(value: Any) -> None:
     sink = Pieces()
     with pytest.raises(Exception, match=r"[Pp]ickle"):
-        _serialise.save({"weights": torch.ones(3), "value": value}, sink)
+        serialise.save({"weights": torch.ones(3), "value": value}, sink)
     assert sink.sizes == []
 
 
 def test_one_memory_with_two_types_is_refused_as_by_torch() -> None:
     tensor = torch.ones(4)
     with pytest.raises(RuntimeError, match="view the same data as different types"):
-        _serialise.save([tensor, tensor.view(torch.int32)], Pieces())
+        serialise.save([tensor, tensor.view(torch.int32)], Pieces())
 
 
 def test_an_error_of_the_sink_is_passed_on() -> None:
     with pytest.raises(OSError, match="injected"):
-        _serialise.save(_tied(), Pieces(fail_at=1))
+        serialise.save(_tied(), Pieces(fail_at=1))
 
 
 # -- a torch that is not as expected -----------------------------------------------------------------------------
 
 
 def test_torch_saves_in_the_way_that_is_known_here() -> None:
-    """Fails with a torch that has changed: saves work through `torch.save` then, and `_serialise` is to adapt."""
+    """Fails with a torch that has changed: saves work through `torch.save` then, and `serialise` is to adapt."""
     save = torch.serialization._save
-    assert list(inspect.signature(save).parameters) == _serialise._PARAMETERS
-    assert [name for name, _, _ in _serialise.collect([torch.ones(1), torch.ones(1)]).found][-2:] == [
+    assert list(inspect.signature(save).parameters) == serialise._PARAMETERS
+    assert [name for name, _, _ in serialise.collect([torch.ones(1), torch.ones(1)]).found][-2:] == [
         "data/0",
         "data/1",
     ]
@@ -263,7 +263,7 @@ def _other_parameters(obj: Any, zip_file: Any, pickle_module: Any, pickle_protoc
 
 def _other_record(real: Any) -> Callable[..., None]:
     def save(obj, zip_file, pickle_module, pickle_protocol, _disable_byteorder_record):  # type: ignore[no-untyped-def]
-        if isinstance(zip_file, _serialise.Records):
+        if isinstance(zip_file, serialise.Records):
             zip_file.write_record("data.pkl", 140_000_000, 3)
         real(obj, zip_file, pickle_module, pickle_protocol, _disable_byteorder_record)
 
@@ -274,7 +274,7 @@ def test_another_torch_saves_by_itself(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(torch.serialization, "_save", _other_record(torch.serialization._save))
     with caplog.at_level(logging.WARNING):
         file = io.BytesIO()
-        _serialise.save(_tied(), file)
+        serialise.save(_tied(), file)
     assert file.getvalue() == of_torch(_tied())
     assert "record data.pkl is a int" in caplog.text
 
@@ -288,7 +288,7 @@ def test_another_shape_is_not_called(monkeypatch: pytest.MonkeyPatch, change: st
     else:
         monkeypatch.setattr(torch.serialization, "_save", _other_parameters)
     sink = Pieces()
-    _serialise.save({"a": 1}, sink)
+    serialise.save({"a": 1}, sink)
     assert called == [({"a": 1}, sink)]
 
 
@@ -296,7 +296,7 @@ def test_data_that_is_to_be_left_out_is_left_out() -> None:
     skip = pytest.importorskip("torch.serialization").skip_data
     file, expected = io.BytesIO(), io.BytesIO()
     with skip():
-        _serialise.save(_tied(), file)
+        serialise.save(_tied(), file)
         torch.save(_tied(), expected)
     assert file.getvalue() == expected.getvalue()
 
@@ -309,7 +309,7 @@ def test_beyond_4_gib_the_bytes_are_those_of_torch(size_bytes: int) -> None:
     torch.save(checkpoint, theirs)
     with zipfile.ZipFile(theirs) as archive:  # type: ignore[arg-type]
         serialization_id = archive.read(ID).decode()
-    found = _serialise.collect(checkpoint).found
+    found = serialise.collect(checkpoint).found
     write_archive(ours, [(name, data) for name, data, _ in found], 64, serialization_id)  # type: ignore[arg-type]
     assert ours.size_bytes == theirs.size_bytes
     # In between there is nothing but zeros, which are not kept.

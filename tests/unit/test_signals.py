@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 
-from lightning_ft import _signals
+from lightning_ft._preemption import signals
 
 PREAMBLE = """
 import os, signal, sys, threading
-from lightning_ft import _signals as s
+from lightning_ft._preemption import signals as s
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 class Owner: pass
 def me(number): os.kill(os.getpid(), number)
@@ -318,15 +318,15 @@ def test_an_interrupt_is_noted_though_nobody_can_be_told() -> None:
     ("name", "number"), [("SIGTERM", 15), (signal.SIGTERM, 15), (15, 15), (signal.SIGRTMIN + 1, signal.SIGRTMIN + 1)]
 )
 def test_signals_by_name_and_number(name: object, number: int) -> None:
-    assert _signals.number_of(name) == number
+    assert signals.number_of(name) == number
 
 
 @pytest.mark.parametrize("name", ["TERM", "SIG_DFL", "SIGKILL", signal.SIGSTOP, 0, 9999, True, 1.0, None])
 def test_what_is_no_signal_is_refused(name: object) -> None:
     with pytest.raises(ValueError, match=r"is no signal|cannot be handled"):
-        _signals.number_of(name)
+        signals.number_of(name)
 
 
 def test_names() -> None:
-    assert _signals.name_of(15) == "SIGTERM"
-    assert _signals.name_of(signal.SIGRTMIN + 1) == f"signal {signal.SIGRTMIN + 1}"
+    assert signals.name_of(15) == "SIGTERM"
+    assert signals.name_of(signal.SIGRTMIN + 1) == f"signal {signal.SIGRTMIN + 1}"

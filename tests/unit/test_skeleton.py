@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft._skeleton import Skeleton, name_of
-from lightning_ft._weights_only import not_weights_only
+from lightning_ft._copying.skeleton import Skeleton, name_of
+from lightning_ft._saving.weights_only import not_weights_only
 
 
 class Holder:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ft import _slurm
+from lightning_ft._preemption import slurm
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from lightning_ft import _slurm
     ],
 )
 def test_the_jobs_name(environment: dict[str, str], expected: str | None) -> None:
-    assert _slurm.job_id(environment) == expected
+    assert slurm.job_id(environment) == expected
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_is_queued_again(scontrol: Path) -> None:
-    assert _slurm.requeue("17_2", unless_cancelled=False)
+    assert slurm.requeue("17_2", unless_cancelled=False)
     assert (scontrol / "called").read_text() == "requeue 17_2\n"
 
 
@@ -49,7 +49,7 @@ def test_a_refusal_is_said(scontrol: Path, caplog: pytest.LogCaptureFixture) -> 
     (scontrol / "answer").write_text(
         "echo 'slurm_requeue error: Requested operation is presently disabled' >&2; exit 1"
     )
-    assert not _slurm.requeue("17", unless_cancelled=False)
+    assert not slurm.requeue("17", unless_cancelled=False)
     assert (
         "job 17 is not queued again: scontrol requeue failed (slurm_requeue error: Requested operation" in caplog.text
     )
@@ -57,7 +57,7 @@ def test_a_refusal_is_said(scontrol: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_missing_program_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert not _slurm.requeue("17", unless_cancelled=False)
+    assert not slurm.requeue("17", unless_cancelled=False)
     assert "scontrol requeue failed" in caplog.text
 
 
@@ -83,21 +83,22 @@ ENDING = (
     ],
 )
 def test_a_job_that_was_cancelled(description: str, cancelled: bool) -> None:
-    assert _slurm.is_cancelled(description) is cancelled
+    assert slurm.is_cancelled(description) is cancelled
 
 
 def test_a_cancelled_job_is_not_brought_back(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = ENDING.format(limit="01:00:00", end="2026-11-30T09:20:00", preempted="None")
     (scontrol / "answer").write_text(f"echo '{text.strip()}'")
-    assert not _slurm.requeue("17", unless_cancelled=True)
+    assert not slurm.requeue("17", unless_cancelled=True)
     assert (scontrol / "called").read_text() == "show job -o 17\n"
     assert "job 17 was cancelled, so it is not queued again" in caplog.text
 
 
 def test_last_words_come_after_whatever_was_registered_later() -> None:
     script = (
-        "from lightning_ft import _slurm; _slurm.last_words.prepare(); import atexit; atexit.register(print, 'theirs');"
-        "_slurm.last_words.leave(lambda: print('last')); print('body'); raise SystemExit(75)"
+        "from lightning_ft._preemption import slurm; slurm.last_words.prepare(); "
+        "import atexit; atexit.register(print, 'theirs');"
+        "slurm.last_words.leave(lambda: print('last')); print('body'); raise SystemExit(75)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (75, ["body", "theirs", "last"])

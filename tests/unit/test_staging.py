@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ft._staging import Stager
-from lightning_ft._weights_only import not_weights_only
+from lightning_ft._copying.staging import Stager
+from lightning_ft._saving.weights_only import not_weights_only
 
 Pair = namedtuple("Pair", "a b")
 

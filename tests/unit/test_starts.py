@@ -12,11 +12,12 @@ from _archives import info, save
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ft import _starts, exit_codes
+from lightning_ft import exit_codes
+from lightning_ft._inspection.pruning import plan_pruning
+from lightning_ft._inspection.survey import survey
 from lightning_ft._names import STARTS_NAME, checkpoint_name, parse_leftover
-from lightning_ft._pruning import plan_pruning
-from lightning_ft._starts import Count, StartCounter, Starts, is_no_fault
-from lightning_ft._survey import survey
+from lightning_ft._restart import starts as _starts
+from lightning_ft._restart.starts import Count, StartCounter, Starts, is_no_fault
 from lightning_ft.discovery import last_good, list_checkpoints, select, start_of
 from lightning_ft.errors import ConfigurationError, DirectoryInUseError, RankFailure, RestoreError, SaveError
 from lightning_ft.retention import Retention, plan

@@ -17,7 +17,9 @@ import xxhash
 from _archives import archive, maker, save
 from fsspec.spec import AbstractBufferedFile
 
-from lightning_ft import _attempt, _direct, _disk_file, _sink, events
+from lightning_ft import events
+from lightning_ft._disk import attempt as _attempt
+from lightning_ft._disk import direct, disk_file, sink
 from lightning_ft._names import attempt_name, deleted_name, parse_leftover, probe_name
 from lightning_ft.discovery import verify
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError
@@ -30,7 +32,7 @@ HEX = "0123456789abcdef"
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a write of some MiB has to wait for the disk, as one of some GiB does."""
-    monkeypatch.setattr(_direct, "BUFFERS", _direct.DiskBuffers(_direct.ALIGN_BYTES, 2))
+    monkeypatch.setattr(direct, "BUFFERS", direct.DiskBuffers(direct.ALIGN_BYTES, 2))
 
 
 def names(dirpath: Path) -> list[str]:
@@ -90,7 +92,7 @@ def test_order_of_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    for module in (_attempt, _disk_file):
+    for module in (_attempt, disk_file):
         monkeypatch.setattr(module, "sync_dir", synced.append)
     save(str(tmp_path / "a" / "b" / NAME))
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
@@ -220,8 +222,8 @@ SIZES = [
     [1] * 200,
     [21, 1, 22, 23],
     [0, 0, 22, 0],
-    [_sink.BUFFER_BYTES - 1, 2, _sink.BUFFER_BYTES, 5],
-    [3, _sink.CHUNK_BYTES + 10, 3],
+    [sink.BUFFER_BYTES - 1, 2, sink.BUFFER_BYTES, 5],
+    [3, sink.CHUNK_BYTES + 10, 3],
 ]
 
 

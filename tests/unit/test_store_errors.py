@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ft._store_errors import is_bad_range, is_refusal, is_transient, translated
+from lightning_ft._stores.errors import is_bad_range, is_refusal, is_transient, translated
 from lightning_ft.errors import ConfigurationError, CorruptCheckpointError, SaveError, StorageError
 
 

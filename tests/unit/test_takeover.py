@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft import _compare, _loops, _takeover
-from lightning_ft._compare import RestoreReport
-from lightning_ft._elastic import Change, DataRank
+from lightning_ft._data.elastic import Change, DataRank
+from lightning_ft._fit import loops
+from lightning_ft._restart import compare
+from lightning_ft._restart.compare import RestoreReport
+from lightning_ft._state import takeover
 from lightning_ft.errors import RestoreError, TopologyError
 
 
@@ -42,7 +44,7 @@ def saved_by(*ranks: tuple[int, int] | None, within_epoch: bool = True, **of_ran
 
 
 def taken(saved: dict[str, Any], present: DataRank) -> tuple[Any, list[int], bool]:
-    state = _takeover.of_this_rank(saved, present, present.rank, "a.ckpt")
+    state = takeover.of_this_rank(saved, present, present.rank, "a.ckpt")
     return state.rng, [m["of"] for m in state.metrics], state.change is not None
 
 
@@ -74,19 +76,19 @@ def test_b2_seeds_of_new_ranks() -> None:
     """Distinct, the same in every restart from one point, and others from another."""
 
     def seed(rank: int, **changed: Any) -> int:
-        return _takeover.of_this_rank({**TWO, **changed}, DataRank(rank, 4), rank, "a.ckpt").seed
+        return takeover.of_this_rank({**TWO, **changed}, DataRank(rank, 4), rank, "a.ckpt").seed
 
     seeds = [seed(2), seed(3), seed(2, batch=8), seed(2, seed="2"), seed(2, seed=None)]
     assert len(set(seeds)) == len(seeds)
     assert seed(2) == seeds[0]
     # Ranks that share their data start alike.
-    tensor_parallel = [_takeover.of_this_rank(TWO, DataRank(2, 4, m), 0, "a.ckpt").seed for m in (0, 1)]
+    tensor_parallel = [takeover.of_this_rank(TWO, DataRank(2, 4, m), 0, "a.ckpt").seed for m in (0, 1)]
     assert tensor_parallel == [seeds[0], seeds[0]]
 
 
 def test_a_new_rank_gets_nothing_of_another_but_the_place() -> None:
-    old = _takeover.of_this_rank(TWO, DataRank(1, 3), 1, "a.ckpt").loaders
-    new = _takeover.of_this_rank(TWO, DataRank(2, 3), 2, "a.ckpt").loaders
+    old = takeover.of_this_rank(TWO, DataRank(1, 3), 1, "a.ckpt").loaders
+    new = takeover.of_this_rank(TWO, DataRank(2, 3), 2, "a.ckpt").loaders
     assert old["train"] == [position()]
     assert new["train"] == [{k: v for k, v in position().items() if k != "fetching"}]
     assert old["val"] == new["val"] == [{"passes": 2}]  # a state of its own is one rank's
@@ -96,7 +98,7 @@ def test_a_new_rank_gets_nothing_of_another_but_the_place() -> None:
 @pytest.mark.parametrize("present", [DataRank(1, 2), DataRank(0, 1)])
 def test_states_that_are_missing(ranks: Any, present: DataRank) -> None:
     with pytest.raises(RestoreError, match=r"a\.ckpt holds no random state and data position of rank"):
-        _takeover.of_this_rank({**TWO, "ranks": ranks}, present, present.rank, "a.ckpt")
+        takeover.of_this_rank({**TWO, "ranks": ranks}, present, present.rank, "a.ckpt")
 
 
 @pytest.mark.parametrize("changed", [{"delivered": 4}, {"passes": 2}, {"deal": {"offset": 4}}, {"exhausted": True}])
@@ -113,16 +115,16 @@ def test_gradients_held_in_manual_optimization() -> None:
     saved = saved_by((0, 2), (1, 2), gradients=other)
     with pytest.raises(TopologyError, match="gradients of its own"):
         taken(saved, DataRank(0, 1))
-    assert _takeover.of_this_rank(saved, DataRank(1, 2), 1, "a.ckpt").gradients == other
+    assert takeover.of_this_rank(saved, DataRank(1, 2), 1, "a.ckpt").gradients == other
     saved["ranks"][0]["gradients"] = {"w": torch.tensor([1.0])}
-    assert _takeover.of_this_rank(saved, DataRank(2, 3), 2, "a.ckpt").gradients == other
+    assert takeover.of_this_rank(saved, DataRank(2, 3), 2, "a.ckpt").gradients == other
     assert equal != other
 
 
 @pytest.mark.parametrize(("kwargs", "expected"), [(None, (0, 1)), ({"num_replicas": 4, "rank": 3}, (3, 4))])
 def test_ranks_that_share_their_data(kwargs: Any, expected: tuple[int, int]) -> None:
     trainer: Any = SimpleNamespace(distributed_sampler_kwargs=kwargs)
-    assert _loops.data_rank(trainer) == expected
+    assert loops.data_rank(trainer) == expected
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ ALONE = {**SAVED, "world size": 1, "batches per epoch": 12, "train dataloader 0 
 )
 def test_a18_the_global_batch(present: dict[str, Any], changed: list[str], noted: str | None) -> None:
     report = RestoreReport("a.ckpt")
-    _compare.compare(report, SAVED, present, other_data=False, change=Change(2, 1, "a.ckpt", SAVED))
+    compare.compare(report, SAVED, present, other_data=False, change=Change(2, 1, "a.ckpt", SAVED))
     assert [c.partition(":")[0] for c in report.changed] == changed
     assert report.noted[-1] == "world size: 2 when saved, 1 now"
     others = report.noted[:-1]
@@ -164,11 +166,11 @@ def test_a_sampler_that_lightning_wraps_is_the_same_one() -> None:
     saved = {**SAVED, "train dataloader 0 sampler": "Mine"}
     present = {**SAVED, "train dataloader 0 sampler": "DistributedSamplerWrapper"}
     report = RestoreReport("a.ckpt")
-    _compare.compare(report, saved, present, other_data=False, change=Change(1, 2, "a.ckpt", saved))
+    compare.compare(report, saved, present, other_data=False, change=Change(1, 2, "a.ckpt", saved))
     assert report.changed == []
 
 
 def test_only_tensor_parallel_ranks_are_others() -> None:
     report = RestoreReport("a.ckpt")
-    _compare.compare(report, SAVED, {**SAVED, "world size": 4}, other_data=False)
+    compare.compare(report, SAVED, {**SAVED, "world size": 4}, other_data=False)
     assert (report.changed, report.noted) == ([], ["world size: 2 when saved, 4 now"])

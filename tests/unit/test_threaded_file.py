@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft import _threaded_file
-from lightning_ft._threaded_file import ThreadedFile
+from lightning_ft._disk import threaded_file
+from lightning_ft._disk.threaded_file import ThreadedFile
 from lightning_ft.storage import Storage
 
 PIECE = 1 << 10
@@ -27,8 +27,8 @@ Preadv = Callable[[int, Any, int], int]
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_threaded_file, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(_threaded_file, "usable_threads", lambda: 3)
+    monkeypatch.setattr(threaded_file, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(threaded_file, "usable_threads", lambda: 3)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_work_is_shared_and_no_thread_outlives_the_file(path: str, monkeypat
 def test_one_processor_or_a_small_read_takes_no_thread(
     path: str, monkeypatch: pytest.MonkeyPatch, threads: int, size: int
 ) -> None:
-    monkeypatch.setattr(_threaded_file, "usable_threads", lambda: threads)
+    monkeypatch.setattr(threaded_file, "usable_threads", lambda: threads)
     replace_preadv(monkeypatch, lambda real: lambda *args: pytest.fail("shared"))
     with ThreadedFile(path) as file:
         assert file.readinto(bytearray(size)) == size
@@ -178,7 +178,7 @@ def test_torch_loads_through_it_what_it_loads_without(tmp_path: Path, zipped: bo
 RESTART = """
 import os, re, sys
 import torch
-from lightning_ft import _choose
+from lightning_ft._restart import choose as _choose
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 
 def status(key):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ft._history import DIRECTORY
-from lightning_ft._timeline import read, start_of_lines
+from lightning_ft._history.event_file import DIRECTORY
+from lightning_ft._history.timeline import read, start_of_lines
 from lightning_ft.storage import Storage
 
 Line = tuple[float, str, dict[str, Any]]

@@ -15,10 +15,11 @@ import tenacity.nap
 import torch
 from _archives import save
 
-from lightning_ft import _uploads, discovery, events
-from lightning_ft._engine import SaveTask, Writer
-from lightning_ft._staging import Stager
-from lightning_ft._uploads import Uploads
+from lightning_ft import discovery, events
+from lightning_ft._copying.staging import Stager
+from lightning_ft._saving import uploads as _uploads
+from lightning_ft._saving.engine import SaveTask, Writer
+from lightning_ft._saving.uploads import Uploads
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Attempt, Storage

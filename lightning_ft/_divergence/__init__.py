@@ -1,0 +1,1 @@
+"""`DivergenceGuard` at work: losses, the last finite checkpoint, going back, batches left out."""

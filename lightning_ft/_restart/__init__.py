@@ -1,0 +1,1 @@
+"""A restart: which checkpoint is taken, how it is verified and read, and how its state comes back on all ranks."""

@@ -1,0 +1,1 @@
+"""The vote of the ranks at every step, and within validations."""
