@@ -19,18 +19,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft import _names
-from lightning_ft._fit import callbacks, console, durability, guarding, loops
+from lightning_ft._fit import console, durability_watch, guarding, lightning_callbacks, loops
+from lightning_ft._fit.local_tier import LocalTier
 from lightning_ft._fit.requirements import is_tried_out, require_local_tier, require_strategy
 from lightning_ft._fit.session import Session
 from lightning_ft._fit.settings import Settings
-from lightning_ft._fit.two_tiers import LocalTier
 from lightning_ft._hang import watch
 from lightning_ft._history.measuring import require_measurable
 from lightning_ft._preemption import leaving
 from lightning_ft._preemption.watch import stand_aside
 from lightning_ft._proof import drilled
+from lightning_ft._ranks.before_session import Early
 from lightning_ft._ranks.dist import Ranks, raised_everywhere
-from lightning_ft._ranks.early import Early
 from lightning_ft._restart import choose
 from lightning_ft._restart.fetched import Fetched
 from lightning_ft._restart.shared_verification import SharedVerification
@@ -153,7 +153,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             local=self._local_tier(local_dirpath, local_every_n_train_steps, local_keep_last, dirpath),
             guards=tuple(guards),
             max_restarts_without_progress=patience,
-            warn_if_not_durable_after=durability.check(warn_if_not_durable_after),
+            warn_if_not_durable_after=durability_watch.check(warn_if_not_durable_after),
             **flags,
         )
         self._given_dirpath = None if dirpath is None else _names.normalise(dirpath)
@@ -205,7 +205,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._others = self._other_checkpoints(trainer)
         plugin = self._install_plugin(trainer)
-        self._forget_names = callbacks.find_wrapped_weights(trainer)
+        self._forget_names = lightning_callbacks.find_wrapped_weights(trainer)
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._stands_aside = stand_aside(self.settings.guards, trainer)
             return
@@ -411,7 +411,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        pass  # a step is not over here: see _loops
+        pass  # a step is not over here: see `_fit.loops`
 
     @override
     def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:

@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft import _names, events
-from lightning_ft._copying.plan import Late
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.staging import Staged, Stager
 from lightning_ft._ranks.dist import Ranks
 from lightning_ft._restart.broadcast import load_once
 from lightning_ft._restart.loading import Loading
 from lightning_ft._saving.engine import Writer
 from lightning_ft._saving.failure import Failure, agreed_failure
-from lightning_ft._saving.save_options import SaveOptions, manifest_of, options_of
-from lightning_ft._saving.save_task import SaveTask
+from lightning_ft._saving.options import SaveOptions, manifest_of, options_of
+from lightning_ft._saving.task import SaveTask
 from lightning_ft._saving.uploads import Uploads
 from lightning_ft._saving.weights_only import WeightsOnlyRule
 from lightning_ft._saving.writers import Writers
@@ -331,7 +331,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """A sharded `module` and its `optimizers` are filled from `path`, a directory or a file; returns the rest.
 
         Ranks: all. Thread: main. With `strict`, what has no place in `module` is an error. `weights_only` is that of
-        `torch.load`. See `_sharded_loading.load_into`.
+        `torch.load`. See `_sharded.loading.load_into`.
         """
         path = _names.normalise(path)
         self.drain()

@@ -45,9 +45,9 @@ from lightning_ft._copying.copies import (
     pieces,
     storage_bytes,
 )
+from lightning_ft._copying.copy_plan import Late, Plan, Work
 from lightning_ft._copying.lanes import Lanes
-from lightning_ft._copying.plan import Late, Plan, Work
-from lightning_ft._copying.plans import Plans
+from lightning_ft._copying.places import Plans
 from lightning_ft._copying.skeleton import Skeleton, name_of
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from lightning_ft.manifest import EOCD_BYTES, Manifest, seal
 
 
 class Attempt(HashedFile, ABC):
-    """A checkpoint being written: a file for `_serialise.save`, invisible under its final name until `commit`.
+    """A checkpoint being written: a file for `_saving.serialise.save`, invisible under its final name until `commit`.
 
     The last 22 bytes are always held back, because at commit the end-of-archive record must be replaced by one that
     carries the manifest.

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_ft import _names
 from lightning_ft._fit.watch import Fit
-from lightning_ft._saving.save_options import SaveOptions
+from lightning_ft._saving.options import SaveOptions
 from lightning_ft.discovery import list_checkpoints
 from lightning_ft.errors import RestoreError
 from lightning_ft.manifest import Manifest

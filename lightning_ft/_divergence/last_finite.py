@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ft import _names, discovery
-from lightning_ft._fit.line import Line
+from lightning_ft._fit.lineage import Line
 from lightning_ft._fit.watch import Fit
 from lightning_ft._restart.loading import Loading
 from lightning_ft.manifest import CheckpointInfo

@@ -13,11 +13,11 @@ import lightning.pytorch as pl
 
 from lightning_ft import events
 from lightning_ft._fit import loops
+from lightning_ft._fit.directories import Tiers
 from lightning_ft._fit.due import Due
 from lightning_ft._fit.ending import Ending, last_words
 from lightning_ft._fit.saves import Saves
 from lightning_ft._fit.settings import Settings
-from lightning_ft._fit.tiers import Tiers
 from lightning_ft._fit.watch import Request, Watches
 from lightning_ft._history.pace import Pace
 from lightning_ft._ranks.dist import Ranks

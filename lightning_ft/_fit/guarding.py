@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from lightning_ft._divergence.watch import DivergenceWatch
 from lightning_ft._fit import loops
-from lightning_ft._fit.durability import Durability
+from lightning_ft._fit.durability_watch import Durability
 from lightning_ft._fit.watch import Fit, Request, Watch, Watches
 from lightning_ft._hang import watch as _hang
 from lightning_ft._hang.watch import HangWatch

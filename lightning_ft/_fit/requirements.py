@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import Strategy
 
 from lightning_ft._fit import loops
-from lightning_ft._fit.two_tiers import LocalTier, require_different
+from lightning_ft._fit.local_tier import LocalTier, require_different
 from lightning_ft._sharded.written_by import saves_sharded, saves_through_plugin
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO

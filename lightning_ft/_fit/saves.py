@@ -9,13 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.module_tree import ModuleTree
-from lightning_ft._copying.plan import Late
-from lightning_ft._fit.news import News
-from lightning_ft._fit.tiers import Tiers
+from lightning_ft._fit.directories import Tiers
+from lightning_ft._fit.logger_news import News
 from lightning_ft._ranks.dist import Ranks
 from lightning_ft._saving.failure import GIVE_UP_AFTER, agreed_failure
-from lightning_ft._saving.save_options import SaveOptions
+from lightning_ft._saving.options import SaveOptions
 from lightning_ft._sharded.written_by import saves_sharded
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.state import Progress

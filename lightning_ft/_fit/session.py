@@ -20,14 +20,14 @@ from lightning_ft._data.elastic import DataRank
 from lightning_ft._data.loaders import TrackedLoaders
 from lightning_ft._divergence import emergency
 from lightning_ft._divergence.left_out import LeftOut
-from lightning_ft._fit import callbacks, guarding, loops, surprises
+from lightning_ft._fit import guarding, lightning_callbacks, loops, surprises
 from lightning_ft._fit.boundaries import Boundaries
+from lightning_ft._fit.directories import Tiers
 from lightning_ft._fit.ending import Ending
-from lightning_ft._fit.line import Line, is_superseded
-from lightning_ft._fit.news import News
+from lightning_ft._fit.lineage import Line, is_superseded
+from lightning_ft._fit.logger_news import News
 from lightning_ft._fit.saves import Saves
 from lightning_ft._fit.settings import Settings
-from lightning_ft._fit.tiers import Tiers
 from lightning_ft._fit.watch import Fit
 from lightning_ft._history.pace import Pace
 from lightning_ft._names import KEY
@@ -134,7 +134,7 @@ class Session:
             self._undo.append(loops.install(trainer, self))
             self._undo.append(self.validation.install())
             self._undo.append(events.observe(self._tiers.note))
-            self._undo.append(callbacks.see_queued_files(trainer, self._wait_for))
+            self._undo.append(lightning_callbacks.see_queued_files(trainer, self._wait_for))
             self._undo.append(compare_next_load(trainer, ranks))
             self._undo.append(self._left_out.install())
             self._undo.append(loops.before_backward(trainer, self.voting.loss_known))
@@ -353,7 +353,7 @@ class Session:
         if not self._ranks.is_zero:
             return
         options = self._plugin.storage_options if self._plugin is not None else None
-        callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
+        lightning_callbacks.clear_directories_of_others(self._trainer, self._dirpath, options)
         if self._line.start > 1 and self._restore is None and not self._continues:
             surprises.warn_of_other_run(self._dirpath)
         surprises.say(self._trainer, self._dirpath, self._settings, earlier=self._line.start > 1)

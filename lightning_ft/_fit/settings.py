@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from lightning_ft._fit.two_tiers import LocalTier
+from lightning_ft._fit.local_tier import LocalTier
 from lightning_ft.guards import AnyGuard
 from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger

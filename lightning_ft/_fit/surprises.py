@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 
 from lightning_ft import _names, _words
 from lightning_ft._fit import console, loops
+from lightning_ft._fit.local_tier import LocalTier
 from lightning_ft._fit.settings import Settings
-from lightning_ft._fit.two_tiers import LocalTier
 from lightning_ft._history import interval as _interval
 from lightning_ft._saving.weights_only import not_weights_only
 from lightning_ft.errors import ConfigurationError

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from lightning_ft._data.loaders import TrackedLoaders
 from lightning_ft._divergence.left_out import LeftOut
-from lightning_ft._fit.line import Line
+from lightning_ft._fit.directories import Tiers
+from lightning_ft._fit.lineage import Line
 from lightning_ft._fit.saves import Saves
-from lightning_ft._fit.tiers import Tiers
 from lightning_ft._history.pace import Pace
 from lightning_ft._ranks.dist import Ranks, raised_everywhere
 from lightning_ft.plugin import FaultTolerantCheckpointIO

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning_ft import discovery
 from lightning_ft._disk.holder import holder
-from lightning_ft._fit.two_tiers import origin
+from lightning_ft._fit.local_tier import origin
 from lightning_ft._inspection.check import Finding, check_all
 from lightning_ft._names import SUFFIX, is_local, join, normalise, parse_leftover
 from lightning_ft._restart.fallback import last_of_others
@@ -41,7 +41,7 @@ class Row:
     path: str
     name: str
     state: str
-    """As in `_check.Finding`, and "attempt", "deleted", "probe" for what killed processes left."""
+    """As in `_inspection.check.Finding`, and "attempt", "deleted", "probe" for what killed processes left."""
     size_bytes: int
     manifest: Manifest | None
     note: str

@@ -5,8 +5,8 @@ In the order in which it happens, all of it local and in the main thread::
     where                    what                                                     how long it may take
     -----------------------  -------------------------------------------------------  ---------------------------------
     the loops are left       the traceback is in the log                              at once
-    the loops are left       the other ranks hear of it (see `_ranks.peers`)                at once
-    `on_exception`           what is being written is written                         `_writers.GRACE_SECS`
+    the loops are left       the other ranks hear of it (see `_ranks.peers`)          at once
+    `on_exception`           what is being written is written                         `writers.GRACE_SECS`
     `on_exception`           the directory is given up
 
 Private to Lightning (2.5.5 to 2.6): `Trainer._run_stage`, the loops. Its `on_exception` comes after what a user's own
@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_ft import _words
 from lightning_ft._fit import loops
-from lightning_ft._ranks import launched, memory
+from lightning_ft._ranks import launched, out_of_memory
 from lightning_ft._ranks import peers as _peers
 from lightning_ft._ranks.dist import Ranks, is_everywhere
 from lightning_ft._ranks.peers import Peers
@@ -127,7 +127,7 @@ class Exceptions:
         self._release()
 
     def _say(self, error: BaseException) -> None:
-        memory.advise(error, self._trainer.accumulate_grad_batches)
+        out_of_memory.advise(error, self._trainer.accumulate_grad_batches)
         writing = self._plugin is not None and not self._plugin.writers.wait(time.monotonic())
         if self._ranks.world_size == 1 and not writing:
             return  # Python says it, and nothing comes before that

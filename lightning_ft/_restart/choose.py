@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from lightning_ft import _names, discovery
-from lightning_ft._fit import loops, two_tiers
-from lightning_ft._fit.two_tiers import LocalTier
+from lightning_ft._fit import local_tier, loops
+from lightning_ft._fit.local_tier import LocalTier
 from lightning_ft._ranks.dist import Ranks
 from lightning_ft._restart.fallback import last_of_others
 from lightning_ft._restart.fetched import Fetched
@@ -111,8 +111,8 @@ def choose(
     if local is None:
         selection = discovery.select(dirpath, depth, storage_options, verifying, give_up_after)
     else:
-        two_tiers.require_own(local.dirpath, dirpath)
-        selection = two_tiers.select(local.dirpath, dirpath, depth, storage_options, verifying, give_up_after)
+        local_tier.require_own(local.dirpath, dirpath)
+        selection = local_tier.select(local.dirpath, dirpath, depth, storage_options, verifying, give_up_after)
     for path, reason in selection.passed_over:
         _log.warning("passed over %s: %s", path, reason)
     if selection.futile_starts and selection.chosen is not None:

@@ -23,14 +23,14 @@ from lightning_ft import events, state
 from lightning_ft._copying.module_tree import ModuleTree
 from lightning_ft._data.elastic import DataRank
 from lightning_ft._data.loaders import TrackedLoaders
-from lightning_ft._fit import callbacks, console, loops
+from lightning_ft._fit import console, lightning_callbacks, loops
 from lightning_ft._names import KEY
 from lightning_ft._ranks.dist import Ranks
 from lightning_ft._restart import compare
 from lightning_ft._restart.compare import RestoreReport
-from lightning_ft._state import merge, random_state, takeover
+from lightning_ft._state import merged_metrics, random_state, takeover
 from lightning_ft._state import metrics as _metrics
-from lightning_ft._vote.before import Before
+from lightning_ft._vote.before_validation import Before
 from lightning_ft.errors import RestoreError
 
 _log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Restore:
         loaders.resume(of_rank.loaders, made_in, remade=self._remade, change=self._change)
         if self._saved["boundary"] == "none":
             self.report.noted.append("saved by another callback, not at a boundary: a restart from it may not be exact")
-        self._scores = callbacks.saved_scores(checkpoint)
+        self._scores = lightning_callbacks.saved_scores(checkpoint)
         compare.compare_checkpoint(self.report, checkpoint, trainer)
         if self._saved["should_stop"]:
             trainer.should_stop = True  # a finished run stays finished
@@ -204,8 +204,8 @@ class Restore:
         if saved is None:
             self._say()
             return
-        callbacks.restore_scores(trainer, self._scores)
-        callbacks.restore_weight_averaging(trainer)
+        lightning_callbacks.restore_scores(trainer, self._scores)
+        lightning_callbacks.restore_weight_averaging(trainer)
         loops.restore_accumulation(trainer, saved["fingerprint"]["accumulate_grad_batches"])
         present = compare.fingerprint(trainer, self._loaders.describe(), self._ranks.world_size)
         compare.compare(self.report, saved["fingerprint"], present, other_data=self._remade, change=self._change)
@@ -229,7 +229,7 @@ class Restore:
         of_rank = self._rank_state
         assert of_rank is not None
         self.report.noted += of_rank.noted
-        metrics, unmerged = merge.merge(trainer, of_rank.metrics)
+        metrics, unmerged = merged_metrics.merge(trainer, of_rank.metrics)
         self.report.noted += unmerged
         self.report.missing += _metrics.restore(
             trainer, metrics, within_epoch=saved["within_epoch"], other_ranks=self._change is not None

@@ -35,8 +35,8 @@ import tenacity
 from lightning_ft import events
 from lightning_ft._copying.staging import SnapshotError, SnapshotWithdrawnError
 from lightning_ft._saving.read_back import ReadBackDepth
-from lightning_ft._saving.save_task import SaveTask, Target
-from lightning_ft._saving.save_times import SaveTimes
+from lightning_ft._saving.task import SaveTask, Target
+from lightning_ft._saving.times import SaveTimes
 from lightning_ft._stores.errors import is_transient
 from lightning_ft.errors import SaveError
 from lightning_ft.manifest import Manifest

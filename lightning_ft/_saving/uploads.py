@@ -15,9 +15,9 @@ from lightning_ft import events
 from lightning_ft._names import split
 from lightning_ft._saving.engine import Writer
 from lightning_ft._saving.read_back import ReadBackDepth
-from lightning_ft._saving.save_task import SaveTask
-from lightning_ft._saving.save_times import SaveTimes
 from lightning_ft._saving.serialise import Reductions
+from lightning_ft._saving.task import SaveTask
+from lightning_ft._saving.times import SaveTimes
 from lightning_ft.errors import CorruptCheckpointError
 from lightning_ft.manifest import EOCD_BYTES, Manifest
 from lightning_ft.storage import Attempt, Storage

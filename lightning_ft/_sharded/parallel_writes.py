@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_ft._fit import loops
 from lightning_ft._names import KEY
-from lightning_ft._saving.save_options import SaveOptions
+from lightning_ft._saving.options import SaveOptions
 from lightning_ft._sharded.replicated import AS_FILE, Names, Replicated, as_file, by_layout
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 

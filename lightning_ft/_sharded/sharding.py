@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.layout import has_one_storage
-from lightning_ft._copying.plan import Late
 from lightning_ft._copying.staging import Staged, Stager
 from lightning_ft._ranks.dist import WRITERS, Ranks
 from lightning_ft._sharded.plan import LocalState, Part, share_out

@@ -37,8 +37,8 @@ from lightning_ft._copying.staging import SnapshotError, SnapshotWithdrawnError
 from lightning_ft._disk.directory import DirectoryAttempt, FileAttempt
 from lightning_ft._saving import serialise
 from lightning_ft._saving.read_back import read_back_directory, read_back_file, take_away
-from lightning_ft._saving.save_task import SaveTask, Snapshot, Target
-from lightning_ft._saving.save_times import SaveTimes
+from lightning_ft._saving.task import SaveTask, Snapshot, Target
+from lightning_ft._saving.times import SaveTimes
 from lightning_ft._sharded.plan import Part
 from lightning_ft._sharded.sharding import Agreed, WriterGroup
 from lightning_ft.errors import RankFailure, SaveError

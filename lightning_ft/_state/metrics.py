@@ -1,8 +1,8 @@
 """Partial epoch metrics: what `self.log(on_epoch=True)` and torchmetrics have accumulated since the epoch began.
 
 Lightning saves neither, so the epoch mean of a resumed epoch covers only its remainder. Every rank keeps its own. On
-another number of ranks, those of ranks that are gone are merged into those of ranks that are there (`_state.merge`),
-and new ranks begin with nothing, so that every sample of the epoch counts once.
+another number of ranks, those of ranks that are gone are merged into those of ranks that are there
+(`_state.merged_metrics`), and new ranks begin with nothing, so that every sample of the epoch counts once.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_ft._data import elastic
 from lightning_ft._data.elastic import Change, DataRank
-from lightning_ft._state import merge, random_state
+from lightning_ft._state import merged_metrics, random_state
 from lightning_ft._state.digest import digest
 from lightning_ft.errors import RestoreError, TopologyError
 
@@ -44,7 +44,7 @@ def of_this_rank(saved: dict[str, Any], present: DataRank, number: int, path: st
     """The part of this rank in what all ranks saved.
 
     Args:
-        saved: Of `_restore.build_state`, with the states of all ranks.
+        saved: Of `_restart.restore.build_state`, with the states of all ranks.
         present: This rank's place among those with data of their own.
         number: Its number in the run, for messages.
         path: The checkpoint.
@@ -78,7 +78,7 @@ def of_this_rank(saved: dict[str, Any], present: DataRank, number: int, path: st
             # One with a state of its own begins as the script makes it: that state is one rank's.
             "val": [_without(p, "fetching", "state") for p in loaders["val"]],
         },
-        metrics=[ranks[i]["metrics"] for i in mine] or [merge.empty(first["metrics"])],
+        metrics=[ranks[i]["metrics"] for i in mine] or [merged_metrics.empty(first["metrics"])],
         gradients=_equal_gradients(change, ranks),
         rng=first["rng"] if mine else None,
         seed=seed,

@@ -14,8 +14,8 @@ for that one without an answer, as in the reduction of what was logged.
     epoch-end hooks         as ever
 
 What was heard is acted upon when the validation is over, which is a step boundary. Unless a watch calls it urgent: then
-all ranks leave the validation in the same round, and the state that is saved is the one before it (`_vote.before`), if
-all of them still have it.
+all ranks leave the validation in the same round, and the state that is saved is the one before it
+(`_vote.before_validation`), if all of them still have it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_ft._copying.module_tree import ModuleTree
 from lightning_ft._data.loaders import TrackedLoaders
 from lightning_ft._fit import loops
 from lightning_ft._fit.watch import Watches
-from lightning_ft._vote.before import Before
+from lightning_ft._vote.before_validation import Before
 from lightning_ft._vote.voting import VALIDATION_TOPICS, Voting
 
 # Between two ballots: soon enough for any grace period, and nothing beside a second's worth of batches.

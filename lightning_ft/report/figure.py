@@ -117,7 +117,7 @@ def _draw_starts(axis: Any, summary: Summary, clock: _Clock) -> None:
 
 
 def _one_in(count: int, most: int) -> int:
-    """Of `count` things, every so manieth is to be drawn."""
+    """Of `count` things, every n-th is to be drawn."""
     return max(1, math.ceil(count / most))
 
 

@@ -26,7 +26,7 @@ from lightning_ft._disk import attempt, direct, sink
 from lightning_ft._history import event_file
 from lightning_ft._names import KEY, LOCK_NAME, STARTS_NAME, checkpoint_name, parse_leftover
 from lightning_ft._proof.recorder import KillSwitch
-from lightning_ft._saving import save_task
+from lightning_ft._saving import task
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
@@ -247,13 +247,13 @@ def _delete_first() -> None:
 
 def _early_commit() -> None:
     """The commit is announced before it has happened."""
-    write = save_task.SaveTask.write
+    write = task.SaveTask.write
 
     def announce_and_write(self: Any, target: Any, times: Any) -> Any:
         events.emit(events.Committed(self.path, self.manifest.step, self.manifest.generation, 0, 0.0))
         return write(self, target, times)
 
-    save_task.SaveTask.write = announce_and_write  # type: ignore[method-assign]
+    task.SaveTask.write = announce_and_write  # type: ignore[method-assign]
 
 
 def _stray_names() -> None:

@@ -16,7 +16,7 @@ import pytest
 import lightning_ft as ft
 from lightning_ft import events
 from lightning_ft._disk import attempt
-from lightning_ft._saving import save_task
+from lightning_ft._saving import task
 from lightning_ft.storage import Storage
 from tests.crash import harness, parted_store
 from tests.crash.explore import Explored, Explorer, LocalShop, lay_out
@@ -233,7 +233,7 @@ def unbroken() -> Iterator[None]:
         (attempt, "make_dirs"),
         (attempt.LocalAttempt, "_put"),
         (Storage, "open_attempt"),
-        (save_task.SaveTask, "write"),
+        (task.SaveTask, "write"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
     yield

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ft._copying import staging
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.module_tree import ModuleTree
-from lightning_ft._copying.plan import Late
 from lightning_ft._copying.staging import SnapshotError, SnapshotWithdrawnError, Stager
 
 WIDTH = 64  # a weight is 16 KiB: enough to be copied late; a bias and a running mean are not

@@ -208,7 +208,7 @@ def test_pinned_memory_that_grows_stays_within_what_torch_rounds_up_to() -> None
     """Torch rounds pinned memory up to a power of two: room to spare on top of one would double it."""
     block_bytes = 32 << 10
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_ft._copying.plan.PINNED_BLOCK_BYTES", block_bytes)
+        patch.setattr("lightning_ft._copying.copy_plan.PINNED_BLOCK_BYTES", block_bytes)
         patch.setattr("lightning_ft._copying.buffers.PINNED_BLOCK_BYTES", block_bytes)
         stager = Stager(overlap=False)
         for count in (1, 4, 9, 10):  # each of half a block

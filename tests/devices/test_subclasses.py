@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lightning_ft._copying.copies import is_streamed
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.module_tree import ModuleTree
-from lightning_ft._copying.plan import Late
 from lightning_ft._copying.staging import Stager
 from tests.devices import fake_gpu
 from tests.devices.scenarios import assert_same, tensors

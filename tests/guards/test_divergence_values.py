@@ -24,7 +24,7 @@ from lightning_ft._divergence.criteria import (
     step_of_batch,
 )
 from lightning_ft._divergence.last_finite import candidates
-from lightning_ft._fit.line import Line
+from lightning_ft._fit.lineage import Line
 from lightning_ft.manifest import CheckpointInfo, Manifest
 
 GOOD, HIGH, NOT_FINITE = Badness.GOOD, Badness.HIGH, Badness.NOT_FINITE

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import lightning_ft as ft
 from lightning_ft import events
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.module_tree import ModuleTree
-from lightning_ft._copying.plan import Late
 from lightning_ft._copying.staging import SnapshotError
 from lightning_ft._disk import directory
 from lightning_ft.plugin import SaveOptions

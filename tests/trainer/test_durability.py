@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar, TQDMProgressBar
 
 import lightning_ft as ft
-from lightning_ft._fit.durability import IN_BAR
+from lightning_ft._fit.durability_watch import IN_BAR
 from tests.trainer import scenarios as s
 
 INSTANT = timedelta(microseconds=1)
@@ -100,7 +100,7 @@ def test_a_bar_with_such_a_value_of_its_own_keeps_it(tmp_path: Path) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "lightning_ft._fit.durability"]
+    return [record.message for record in caplog.records if record.name == "lightning_ft._fit.durability_watch"]
 
 
 def test_a_warning_when_nothing_becomes_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import lightning_ft as ft
 from lightning_ft import events
 from lightning_ft._copying import staging
-from lightning_ft._copying.plan import Late
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.staging import Staged, Stager
 from lightning_ft._state.digest import digest
 from lightning_ft.plugin import FaultTolerantCheckpointIO

@@ -430,7 +430,9 @@ def test_a_stream_that_does_not_repeat_itself_is_refused() -> None:
 def test_a_stream_that_ends_too_early_is_refused() -> None:
     position = position_after(OnePass(), 4)
     twin = _resumed_at(OnePass(length=2), position)
-    with pytest.raises(RestoreError, match=r"ended after 2 batches of its epoch, fetched again, and 4\s+had been trained"):
+    with pytest.raises(
+        RestoreError, match=r"ended after 2 batches of its epoch, fetched again, and 4\s+had been trained"
+    ):
         next(iter(twin))
 
 

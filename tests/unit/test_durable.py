@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ft import events
-from lightning_ft._fit.durable import Durable
+from lightning_ft._fit.newest_durable import Durable
 
 DIR = "/runs/1"
 

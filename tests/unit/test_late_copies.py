@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ft._copying import copies as _copies
 from lightning_ft._copying import staging
-from lightning_ft._copying.plan import Late
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._copying.staging import SnapshotError, SnapshotWithdrawnError, Staged, Stager
 
 WAIT_SECS = 60.0

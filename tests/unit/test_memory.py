@@ -5,7 +5,7 @@ import traceback
 import pytest
 import torch
 
-from lightning_ft._ranks import memory
+from lightning_ft._ranks import out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ from lightning_ft._ranks import memory
     ],
 )
 def test_what_is_a_lack_of_memory(error: BaseException, expected: bool) -> None:
-    assert memory.is_out_of_memory(error) is expected
+    assert out_of_memory.is_out_of_memory(error) is expected
 
 
 def test_the_allocator_of_this_machine_says_it() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert memory.is_out_of_memory(raised.value)
+    assert out_of_memory.is_out_of_memory(raised.value)
 
 
 def printed(error: BaseException) -> str:
@@ -38,7 +38,7 @@ def printed(error: BaseException) -> str:
 
 def test_the_error_says_what_to_do() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory.")
-    memory.advise(error, 2)
+    out_of_memory.advise(error, 2)
     text = printed(error)
     assert "CUDA out of memory." in text
     assert "smaller batch_size" in text
@@ -51,11 +51,11 @@ def test_the_same_where_exceptions_have_no_notes() -> None:
         add_note = property()  # type: ignore[assignment]
 
     error = Old("no memory")
-    memory.advise(error, 1)
+    out_of_memory.advise(error, 1)
     assert "no memory\nMemory was not enough" in printed(error)
 
 
 def test_other_errors_stay_as_they_are() -> None:
     error = ValueError("x")
-    memory.advise(error, 1)
+    out_of_memory.advise(error, 1)
     assert printed(error) == "ValueError: x\n"

@@ -13,7 +13,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollect
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import PearsonCorrCoef
 
-from lightning_ft._state import merge
+from lightning_ft._state import merged_metrics
 from lightning_ft._state import metrics as _metrics
 
 
@@ -48,7 +48,7 @@ def trainer(**metrics: Any) -> Any:
     ],
 )
 def test_logged_values(reduction: str, a: Any, b: Any, expected: Any) -> None:
-    merged, problems = merge.merge(trainer(), [part(x=logged(reduction, *a)), part(x=logged(reduction, *b))])
+    merged, problems = merged_metrics.merge(trainer(), [part(x=logged(reduction, *a)), part(x=logged(reduction, *b))])
     x = merged["results"]["x"]
     assert problems == []
     assert (float(x["value"]), *(int(x[k]) for k in ("cumulated_batch_size",) if k in x)) == expected
@@ -56,19 +56,19 @@ def test_logged_values(reduction: str, a: Any, b: Any, expected: Any) -> None:
 
 
 def test_a_value_that_only_one_rank_has_logged() -> None:
-    merged, _ = merge.merge(trainer(), [part(x=logged("sum", 1.0)), part(y=logged("sum", 2.0))])
+    merged, _ = merged_metrics.merge(trainer(), [part(x=logged("sum", 1.0)), part(y=logged("sum", 2.0))])
     assert list(merged["results"]) == ["x", "y"]
 
 
 def test_a_value_of_a_step_stays_that_of_the_step() -> None:
     a, b = (part(x=logged("mean", v, 1, on_epoch=False)) for v in (3.0, 5.0))
-    assert float(merge.merge(trainer(), [a, b])[0]["results"]["x"]["value"]) == 3.0
+    assert float(merged_metrics.merge(trainer(), [a, b])[0]["results"]["x"]["value"]) == 3.0
 
 
 def test_a_new_rank_has_nothing_and_the_same_names() -> None:
     saved = part(a=logged("mean", 3.0, 4), b=logged("max", 3.0), c=logged("min", 3.0), d=logged("sum", 3.0))
     before = copy.deepcopy(saved)
-    empty = merge.empty(saved)
+    empty = merged_metrics.empty(saved)
     values = {k: float(v["value"]) for k, v in empty["results"].items()}
     assert values == {"a": 0.0, "b": float("-inf"), "c": float("inf"), "d": 0.0}
     assert list(values) == list(saved["results"])
@@ -76,7 +76,7 @@ def test_a_new_rank_has_nothing_and_the_same_names() -> None:
     assert empty["callback_metrics"] == {"val": 1}
     assert saved["results"]["a"]["value"] == before["results"]["a"]["value"]
     # merging it changes nothing
-    merged, _ = merge.merge(trainer(), [saved, empty])
+    merged, _ = merged_metrics.merge(trainer(), [saved, empty])
     assert {k: float(v["value"]) for k, v in merged["results"].items()} == dict.fromkeys("abcd", 3.0)
 
 
@@ -124,7 +124,7 @@ def test_torchmetrics_of_three_ranks(name: str) -> None:
         parts.append(saved_metrics(one))
     present = METRICS[name]()
     run = trainer(m=present)
-    merged, problems = merge.merge(run, parts)
+    merged, problems = merged_metrics.merge(run, parts)
     assert problems == []
     assert _metrics._restore_torchmetrics(run, merged["torchmetrics"]) == []
     for metric in (present, whole):
@@ -144,7 +144,7 @@ def test_a_metric_of_vectors() -> None:
         parts.append(saved_metrics(one))
     present = make()
     run = trainer(m=present)
-    merged, problems = merge.merge(run, parts)
+    merged, problems = merged_metrics.merge(run, parts)
     _metrics._restore_torchmetrics(run, merged["torchmetrics"])
     assert (problems, present.compute()) == ([], whole.compute())
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_merged_is_said_by_name() -> None:
         one = PearsonCorrCoef()
         one.update(torch.tensor([1.0, 2.0, 4.0]) + rank, torch.tensor([2.0, 1.0, 3.0]))
         parts.append(saved_metrics(one))
-    _, problems = merge.merge(trainer(m=PearsonCorrCoef()), parts)
+    _, problems = merged_metrics.merge(trainer(m=PearsonCorrCoef()), parts)
     assert any("state mean_x of metric 'm'" in p for p in problems)
 
     parts = []
@@ -164,7 +164,7 @@ def test_what_cannot_be_merged_is_said_by_name() -> None:
         extremes.update(torch.tensor(float(rank)))
         extremes.compute()
         parts.append(saved_metrics(extremes))
-    _, problems = merge.merge(trainer(m=MinMaxMetric(MeanMetric())), parts)
+    _, problems = merged_metrics.merge(trainer(m=MinMaxMetric(MeanMetric())), parts)
     assert [p.partition(":")[0] for p in problems] == [
         "attribute min_val of metric 'm'",
         "attribute max_val of metric 'm'",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_ft._copying import buffers
 from lightning_ft._copying.buffers import Buffers
+from lightning_ft._copying.copy_plan import Late, Plan, Work
 from lightning_ft._copying.layout import signature
 from lightning_ft._copying.module_tree import ModuleTree
-from lightning_ft._copying.plan import Late, Plan, Work
 from lightning_ft._copying.skeleton import Skeleton
 from lightning_ft._saving import serialise
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft._copying.plans import Plans
+from lightning_ft._copying.places import Plans
 from lightning_ft._copying.skeleton import Skeleton
 from lightning_ft._copying.staging import Stager
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ft._copying import plans
+from lightning_ft._copying import places
 from lightning_ft._copying import template as _template
 from lightning_ft._copying.skeleton import Skeleton
 from lightning_ft._copying.staging import Stager
@@ -191,8 +191,8 @@ def equal(copy: Any, value: Any) -> bool:
 
 def test_a_training_is_walked_once_and_every_copy_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[int] = []
-    made = plans.Plans._made
-    monkeypatch.setattr(plans.Plans, "_made", lambda self, checkpoint: walks.append(1) or made(self, checkpoint))
+    made = places.Plans._made
+    monkeypatch.setattr(places.Plans, "_made", lambda self, checkpoint: walks.append(1) or made(self, checkpoint))
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

@@ -11,8 +11,8 @@ from _archives import save
 
 import lightning_ft as ft
 from lightning_ft import _names, discovery
-from lightning_ft._fit import two_tiers
-from lightning_ft._fit.two_tiers import LocalTier
+from lightning_ft._fit import local_tier
+from lightning_ft._fit.local_tier import LocalTier
 from lightning_ft._names import checkpoint_name
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.storage import Storage
@@ -60,28 +60,28 @@ def test_what_can_be() -> None:
 
 def test_a_local_directory_belongs_to_one_dirpath(tmp_path: Path) -> None:
     local = str(tmp_path)
-    two_tiers.claim(local, "s3://a/run")
-    two_tiers.claim(local, "s3://b/run")  # nothing is in it: whoever comes
+    local_tier.claim(local, "s3://a/run")
+    local_tier.claim(local, "s3://b/run")  # nothing is in it: whoever comes
     save(f"{local}/{checkpoint_name(1)}")
-    two_tiers.claim(local, "s3://b/run")
-    two_tiers.require_own(local, "s3://b/run")
-    for ask in (two_tiers.claim, two_tiers.require_own):
+    local_tier.claim(local, "s3://b/run")
+    local_tier.require_own(local, "s3://b/run")
+    for ask in (local_tier.claim, local_tier.require_own):
         with pytest.raises(ConfigurationError, match="saved for dirpath='s3://b/run', not for 's3://a/run'"):
             ask(local, "s3://a/run")
     # As the message says.
     (tmp_path / _names.ORIGIN_NAME).write_text("s3://a/run\n")
-    two_tiers.require_own(local, "s3://a/run")
+    local_tier.require_own(local, "s3://a/run")
 
 
 def test_checkpoints_of_nobody_knows_what_are_not_taken_over(tmp_path: Path) -> None:
     save(f"{tmp_path}/{checkpoint_name(1)}")
     with pytest.raises(ConfigurationError, match="saved for nothing that is known"):
-        two_tiers.claim(str(tmp_path), "s3://a/run")
+        local_tier.claim(str(tmp_path), "s3://a/run")
     assert not (tmp_path / _names.ORIGIN_NAME).exists()
 
 
 def test_a_directory_that_does_not_exist_is_nobodys(tmp_path: Path) -> None:
-    two_tiers.require_own(str(tmp_path / "none"), "s3://a/run")
+    local_tier.require_own(str(tmp_path / "none"), "s3://a/run")
 
 
 # -- which one is taken ------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def put(dirpath: Path, *checkpoints: Any) -> None:
 def test_the_newest_good_one_of_both(local: list[Any], remote: list[Any], chosen: str, tmp_path: Path) -> None:
     put(tmp_path / "local", *local)
     put(tmp_path / "remote", *remote)
-    selection = two_tiers.select(str(tmp_path / "local"), str(tmp_path / "remote"))
+    selection = local_tier.select(str(tmp_path / "local"), str(tmp_path / "remote"))
     found = selection.chosen
     if found is None:
         assert selection.empty == (chosen == "empty")
@@ -166,7 +166,7 @@ def test_the_newest_good_one_of_both(local: list[Any], remote: list[Any], chosen
 def test_g7_a_local_copy_with_another_digest_gives_way(tmp_path: Path) -> None:
     put(tmp_path / "remote", 3)
     save(f"{tmp_path}/local/{checkpoint_name(3)}", b"other", step=3, batch=3, generation=f"{3:032d}", **A)
-    chosen = two_tiers.select(str(tmp_path / "local"), str(tmp_path / "remote")).chosen
+    chosen = local_tier.select(str(tmp_path / "local"), str(tmp_path / "remote")).chosen
     assert chosen is not None
     assert chosen.path == f"{tmp_path}/remote/{checkpoint_name(3)}"
 
@@ -182,14 +182,14 @@ def test_nothing_is_read_of_a_store_whose_newest_is_here(tmp_path: Path, monkeyp
         return read_digest(self, path, size_bytes)
 
     monkeypatch.setattr(Storage, "read_digest", counted)
-    two_tiers.select(str(tmp_path / "local"), str(tmp_path / "remote"))
+    local_tier.select(str(tmp_path / "local"), str(tmp_path / "remote"))
     assert read == [f"{tmp_path}/local/{checkpoint_name(3)}"]
 
 
 def test_why_newer_ones_were_passed_over(tmp_path: Path) -> None:
     put(tmp_path / "local", (5, {}, "data"), (6, {}, "cut"))
     put(tmp_path / "remote", 4, (7, {}, "data"))
-    selection = two_tiers.select(str(tmp_path / "local"), str(tmp_path / "remote"))
+    selection = local_tier.select(str(tmp_path / "local"), str(tmp_path / "remote"))
     passed_over = {os.path.relpath(path, tmp_path): reason for path, reason in selection.passed_over}
     assert sorted(passed_over) == [
         f"local/{checkpoint_name(5)}", f"local/{checkpoint_name(6)}", f"remote/{checkpoint_name(7)}"

@@ -24,8 +24,8 @@ from functools import partial
 
 from lightning_ft import _names
 from lightning_ft._disk.lock import DirectoryLock
-from lightning_ft._fit import two_tiers
-from lightning_ft._fit.two_tiers import LocalTier
+from lightning_ft._fit import local_tier
+from lightning_ft._fit.local_tier import LocalTier
 from lightning_ft._ranks.dist import Ranks
 from lightning_ft._ranks.same_directory import require_same_directory
 from lightning_ft._restart.starts import StartCounter
@@ -49,7 +49,7 @@ class Tiers:
         retention: What stays in it.
         local: The directory in front of it, if there is one.
         plugin: Our plugin; None if the user gave another one, which then has one directory.
-        give_up_after: See `_starts.StartCounter`.
+        give_up_after: See `_restart.starts.StartCounter`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Tiers:
         self._open_one(self.dirpath, Storage(self._options))
         if self.local is not None:
             self._open_one(self.local.dirpath, Storage())
-            two_tiers.claim(self.local.dirpath, self.dirpath)
+            local_tier.claim(self.local.dirpath, self.dirpath)
         names, start = start_of(self.dirpath, self._options)
         if self.local is not None:
             local_names, local_start = start_of(self.local.dirpath)

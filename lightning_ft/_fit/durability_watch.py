@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_ft import _names, events
 from lightning_ft._fit import loops
-from lightning_ft._fit.durable import Durable
+from lightning_ft._fit.newest_durable import Durable
 from lightning_ft._fit.watch import Fit, Watch
 from lightning_ft.errors import ConfigurationError
 

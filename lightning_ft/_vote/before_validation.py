@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_ft._copying.module_tree import ModuleTree
 from lightning_ft._data.loaders import TrackedLoaders
-from lightning_ft._fit import callbacks as _callbacks
+from lightning_ft._fit import lightning_callbacks as _callbacks
 from lightning_ft._fit import loops
 from lightning_ft._state import metrics, random_state
 

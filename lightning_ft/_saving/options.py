@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lightning_ft.__about__ import __version__
-from lightning_ft._copying.plan import Late
+from lightning_ft._copying.copy_plan import Late
 from lightning_ft._names import KEY
 from lightning_ft.errors import ConfigurationError
 from lightning_ft.manifest import Manifest

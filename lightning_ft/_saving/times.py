@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Copy(Protocol):
-    """What took time before there was anything to write: see `_staging.Staged`."""
+    """What took time before there was anything to write: see `_copying.staging.Staged`."""
 
     @property
     def blocked_secs(self) -> float: ...

@@ -12,13 +12,13 @@ import tenacity
 from lightning_ft import events
 from lightning_ft._saving import serialise
 from lightning_ft._saving.read_back import ReadBackDepth, read_back, take_away
-from lightning_ft._saving.save_times import SaveTimes
+from lightning_ft._saving.times import SaveTimes
 from lightning_ft.manifest import Manifest
 from lightning_ft.storage import Storage
 
 
 class Snapshot(Protocol):
-    """What is to be written: see `_staging.Staged`."""
+    """What is to be written: see `_copying.staging.Staged`."""
 
     @property
     def blocked_secs(self) -> float: ...

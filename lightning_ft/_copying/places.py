@@ -9,8 +9,8 @@ from typing import Any
 from lightning_ft._copying.alike import Alike
 from lightning_ft._copying.buffers import Buffers
 from lightning_ft._copying.copies import is_streamed
+from lightning_ft._copying.copy_plan import Plan
 from lightning_ft._copying.layout import Signature, signature
-from lightning_ft._copying.plan import Plan
 from lightning_ft._copying.skeleton import Skeleton
 
 _log = logging.getLogger(__name__)
