@@ -4,8 +4,8 @@ A *tracked* loader yields the batches its original would yield, and its `Tracker
 another process there. What makes that exact, whatever the number of workers and however far they prefetched:
 
 1. Everything random about a pass over the data comes from one seed, derived from a root seed and the number of the
-   pass. Samplers, `__iter__` and fetches of the main process run in private random streams (`_state.random_state.Stream`), so the
-   training's random state and the data's never mix.
+   pass. Samplers, `__iter__` and fetches of the main process run in private random streams
+   (`_state.random_state.Stream`), so the training's random state and the data's never mix.
 2. To continue a pass, its order is drawn again from the same seed, and *indices* are skipped, not samples.
 3. Every batch of indices carries a seed, which the dataset applies where the batch is made: in the worker, or in the
    main process. Random augmentation then depends neither on the worker count nor on prefetching.

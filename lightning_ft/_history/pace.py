@@ -58,8 +58,8 @@ class Pace:
     """The time between two saves of one fit. Ranks: zero knows it. Thread: any.
 
     Args:
-        trigger: What the user asked for. With ``auto`` the interval is `_history.interval.advise`'s, from the median costs of
-            the last saves and the failures so far; before anything was saved, the shortest there is.
+        trigger: What the user asked for. With ``auto`` the interval is `_history.interval.advise`'s, from the median
+            costs of the last saves and the failures so far; before anything was saved, the shortest there is.
         clock: Seconds.
     """
 
