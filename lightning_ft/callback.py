@@ -44,7 +44,6 @@ from lightning_ft.retention import Retention
 from lightning_ft.triggers import Trigger
 
 _log = logging.getLogger(__name__)
-console.install()
 
 
 class FaultTolerantCheckpoint(ModelCheckpoint):
@@ -145,6 +144,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 f"max_restarts_without_progress={patience!r}: a whole number, at least 1, is needed; None: no limit"
             )
         drilled.begin()
+        console.install()
         # The base class serves Lightning's `isinstance` checks ("last", logger events); none of its hooks runs.
         super().__init__(save_top_k=0)
         self.settings = Settings(
@@ -203,6 +203,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     @override
     @raised_everywhere()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        console.install()  # a spawned process has unpickled this callback
         self._others = self._other_checkpoints(trainer)
         plugin = self._install_plugin(trainer)
         self._forget_names = lightning_callbacks.find_wrapped_weights(trainer)

@@ -1,4 +1,4 @@
-"""What this package says to a terminal can be told from what others say: each line of ours begins with its name.
+"""What this package says to a terminal can be told from what others say: each message of ours begins with its name.
 
 Where the user has set up logging, it goes there, as the logger `lightning_ft` and its children say it, and nothing is
 added. Where not, Python would print warnings as bare text among the lines of everybody else.

@@ -20,7 +20,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {"max": torch.maximum, "min": t
 
 
 def empty(saved: dict[str, Any]) -> dict[str, Any]:
-    """What a rank holds that has trained nothing of the epoch: the entries of `saved` (`_state.metrics.capture`), at zero.
+    """What a rank holds that has trained nothing of the epoch: the entries of `saved`, at zero.
 
     They must be there, and in this order: at the end of the epoch all ranks reduce the same ones, logged again or not.
     (Of a mean that is not reduced over ranks, and not logged again, nothing is left here: its value is not-a-number.)
