@@ -212,7 +212,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             return
         if sum(isinstance(c, FaultTolerantCheckpoint) for c in loops.callbacks(trainer)) > 1:
             raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
-        require_strategy(trainer.strategy)
+        require_strategy(trainer.strategy, plugin)
         require_measurable(self.settings.trigger, plugin)
         if is_tried_out(trainer):
             return

@@ -13,11 +13,11 @@ from lightning_ft.errors import ConfigurationError
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 
 
-def require_strategy(strategy: Strategy) -> None:
-    """It leaves the writing of checkpoints to the plugin.
+def require_strategy(strategy: Strategy, plugin: FaultTolerantCheckpointIO | None) -> None:
+    """It leaves the writing of checkpoints to the plugin, in a layout that both can write.
 
     Raises:
-        ConfigurationError: It does not.
+        ConfigurationError: It does not, or there is no such layout.
     """
     if not saves_through_plugin(strategy):
         raise ConfigurationError(
@@ -25,6 +25,7 @@ def require_strategy(strategy: Strategy) -> None:
             "would be neither atomic nor verified; use a single-device or DDP strategy, or FSDPStrategy or "
             "ModelParallelStrategy of lightning_ft"
         )
+    saves_sharded(strategy, plugin)
 
 
 def is_tried_out(trainer: pl.Trainer) -> bool:

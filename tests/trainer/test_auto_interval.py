@@ -54,9 +54,9 @@ def test_a_short_run_is_saved_at_its_end_alone(tmp_path: Path, caplog: pytest.Lo
 def test_the_first_save_is_announced_once(interval_secs: int, first: str, caplog: pytest.LogCaptureFixture) -> None:
     trigger = Trigger.of("auto", None, timedelta(seconds=interval_secs))
     with caplog.at_level(logging.INFO):
-        announce_first_save("/runs/1", trigger, None, Progress(0, 0, 0, False, False))
+        announce_first_save("/runs/1", trigger, None, Progress(0, 0, 0, False, False), earlier=False)
     (line,) = caplog.messages
-    assert line == f"checkpoints are saved to /runs/1: the first one {first} from now, or as earlier starts say"
+    assert line == f"lightning_ft: checkpoints are saved to /runs/1: the first one {first} from now"
 
 
 def test_saves_follow_the_clock_and_the_decision_is_said(
