@@ -155,7 +155,8 @@ def _draw_steps(axis: Any, summary: Summary, clock: _Clock) -> None:
     for start in starts:
         if start.training_at is None:
             continue
-        points = _thinned([(start.training_at, start.first_step), *start.progress], of_each)
+        trained = [(at, step) for at, step in start.progress if at >= start.training_at]
+        points = _thinned([(start.training_at, start.first_step), *trained], of_each)
         axis.plot([clock(at) for at, _ in points], [step for _, step in points], color=COLOURS["useful"], linewidth=1.4)
     saves = [(clock(save.at), save.step) for start in starts for save in start.saves]
     few = len(saves) <= _MOST_POINTS // 5
