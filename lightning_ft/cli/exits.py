@@ -43,9 +43,10 @@ EXIT_CODES = """\b
 Exit codes:
   0    fine
   1    something is not good: a checkpoint is broken, none can be used, two
-       differ, or you answered no
+       differ, a drill did not pass, or you answered no
   2    the command line is wrong; nothing was done
-  3    there is nothing: no such file or directory, or no checkpoint in it
+  3    there is nothing: no such file or directory, no checkpoint in it, or
+       the command of a drill cannot be started
   4    the directory is in use by a running training; nothing was deleted
   5    the storage refused or did not answer
   6    this command needs a package that is not installed
