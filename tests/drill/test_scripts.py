@@ -111,6 +111,7 @@ def test_a_sweep_kills_at_every_event_of_a_save(tmp_path: Path) -> None:
         ("asks by name", "the uninterrupted run ended with exit code 1", "its trainers write elsewhere in a drill"),
         ("diverges", "the uninterrupted run ended with exit code 77 (DIVERGED", ""),
         ("never saves", "there is nothing to restart from", "no save was begun before the last batch"),
+        ("beside a ModelCheckpoint", "there is nothing to restart from", "no save was begun before the last batch"),
         ("hangs", "the uninterrupted run did not end within 5 s", "it hangs, or --timeout is too short"),
     ],
 )

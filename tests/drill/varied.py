@@ -117,6 +117,13 @@ def main() -> None:
     elif args.what == "never saves":
         callback = ft.FaultTolerantCheckpoint(args.root, every_n_train_steps=1000, save_on_train_end=False)
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what == "beside a ModelCheckpoint":
+        callbacks = [
+            ft.FaultTolerantCheckpoint(args.root, every_n_train_steps=500),
+            ModelCheckpoint(f"{args.root}/best"),
+        ]
+        it = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=callbacks)
+        it.fit(model, loader(), ckpt_path="last")
     elif args.what in ("preset", "by the clock"):
         by_clock = {"callbacks": [ft.FaultTolerantCheckpoint(args.root, train_time_interval=timedelta(hours=1))]}
         arguments = by_clock if args.what == "by the clock" else ft.fault_tolerance(args.root)
