@@ -47,5 +47,5 @@ def events_file(assignment: Assignment) -> Path:
 
 
 def is_ours(path: str) -> bool:
-    """Whether ``"last"`` may choose the checkpoint `path`: what other callbacks write through our plugin, it does not."""
+    """Whether ``"last"`` may choose the checkpoint `path`; not what other callbacks write through our plugin."""
     return _names.parse_checkpoint_name(_names.split(path)[1]) is not None

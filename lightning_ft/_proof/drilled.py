@@ -140,8 +140,9 @@ class _Drilled(Recorder):
         if assignment.kill_at is not None and not assignment.once_durable:
             self._switch = KillSwitch(assignment.kill_at, rank, before=killed_file(assignment).touch)
         if rank == 0:
-            # By the clock, no two runs save after the same batches.
-            self._durable = _Durable(0 if self._saves_by_clock else assignment.durable_from)
+            # By the clock alone, no two runs save after the same batches.
+            by_clock = self._saves_by_clock and assignment.save_every_n_steps is None
+            self._durable = _Durable(0 if by_clock else assignment.durable_from)
             facts = {
                 "world_size": trainer.world_size,
                 "accelerator": type(trainer.accelerator).__name__,

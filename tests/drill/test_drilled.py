@@ -40,7 +40,7 @@ def test_a_file_of_another_callback_is_not_waited_for(tmp_path: Path, monkeypatc
     assert (durable.any.is_set(), durable.wanted.is_set()) == (True, True)
 
 
-@pytest.mark.parametrize(("by_clock", "every"), [(False, None)])
+@pytest.mark.parametrize(("by_clock", "every"), [(False, None), (True, 4)])
 def test_a_save_of_the_step_is_waited_for(
     by_clock: bool, every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
