@@ -109,6 +109,11 @@ def main() -> None:
         raise RuntimeError("cannot even begin")
     if args.what == "has no room":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if args.what == "runs three times":  # uninterrupted, killed, restarted
+        with open(f"{args.root}-runs", "a+") as file:
+            file.write("x")
+            if file.tell() > 3:
+                raise RuntimeError("a fourth time")
     if args.what == "hangs":
         time.sleep(1000)
     model = Net(float("inf") if args.what == "diverges" else 0.05, args.noise)
