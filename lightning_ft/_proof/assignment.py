@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lightning_ft import _names
 from lightning_ft._proof.kill_point import KillPoint
 
 VARIABLE = "LIGHTNING_FT_DRILL"
@@ -27,7 +28,7 @@ class Assignment:
     once_durable: bool = False
     """`kill_at` is a batch, after which is killed as soon as a checkpoint is durable."""
     durable_from: int = 0
-    """... of at least so many batches, if one becomes durable in time."""
+    """... of at least so many optimizer steps, if one becomes durable in time."""
     summaries: bool = False
 
     def environment(self) -> dict[str, str]:
@@ -41,5 +42,10 @@ def killed_file(assignment: Assignment) -> Path:
 
 
 def events_file(assignment: Assignment) -> Path:
-    """JSON lines: the events of the save protocol, each with the batch trained last, and facts about the fit."""
+    """JSON lines: the events of the save protocol, and facts about the fit."""
     return Path(assignment.directory) / f"{assignment.start}.events"
+
+
+def is_ours(path: str) -> bool:
+    """Whether ``"last"`` may choose the checkpoint `path`; not what other callbacks write through our plugin."""
+    return _names.parse_checkpoint_name(_names.split(path)[1]) is not None

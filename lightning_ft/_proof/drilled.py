@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_ft import events
 from lightning_ft._fit import loops
-from lightning_ft._proof.assignment import VARIABLE, Assignment, events_file, killed_file
+from lightning_ft._proof.assignment import VARIABLE, Assignment, events_file, is_ours, killed_file
 from lightning_ft._proof.own_attributes import attributes
 from lightning_ft._proof.recorder import KillSwitch, Recorder, kill
 from lightning_ft._proof.redirect import file_elsewhere, redirect
@@ -140,8 +140,9 @@ class _Drilled(Recorder):
         if assignment.kill_at is not None and not assignment.once_durable:
             self._switch = KillSwitch(assignment.kill_at, rank, before=killed_file(assignment).touch)
         if rank == 0:
-            # By the clock, no two runs save after the same batches.
-            self._durable = _Durable(0 if self._saves_by_clock else assignment.durable_from)
+            # By the clock alone, no two runs save after the same batches.
+            by_clock = self._saves_by_clock and assignment.save_every_n_steps is None
+            self._durable = _Durable(0 if by_clock else assignment.durable_from)
             facts = {
                 "world_size": trainer.world_size,
                 "accelerator": type(trainer.accelerator).__name__,
@@ -149,22 +150,18 @@ class _Drilled(Recorder):
                 "seeded": "PL_GLOBAL_SEED" in os.environ,  # by seed_everything
             }
             _write(events_file(assignment), {"fact": facts})
-            events.observe(functools.partial(self._on_event, trainer, self._durable))
+            events.observe(functools.partial(self._on_event, self._durable))
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._state == "fitting":
             self._state = "over"
 
-    def _on_event(self, trainer: pl.Trainer, durable: _Durable, event: events.Event) -> None:
-        batch = loops.progress(trainer).batch
-        step = getattr(event, "step", None)
-        line = {"event": type(event).__name__, "path": event.path, "step": step, "batch": batch}
+    def _on_event(self, durable: _Durable, event: events.Event) -> None:
+        line = {"event": type(event).__name__, "path": event.path, "step": getattr(event, "step", None)}
         _write(events_file(self._assignment), line)
-        if isinstance(event, events.SaveStarted):
-            durable.begun[event.path] = batch
-        elif isinstance(event, events.Committed):
-            durable.committed(event.path)
+        if isinstance(event, events.Committed) and is_ours(event.path):
+            durable.committed(event.step)
 
     @override
     def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
@@ -188,6 +185,7 @@ class _Drilled(Recorder):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._before |= {"steps": loops.progress(trainer).step}
         super().on_train_batch_end(trainer, *args, **kwargs)
         assignment = self._assignment
         if self._state != "fitting" or assignment.kill_at is None:
@@ -208,20 +206,18 @@ class _Durable:
     """Which saves of this process have become durable.
 
     Args:
-        wanted_batch: A save of at least so many batches is waited for.
+        wanted_step: A save of at least so many optimizer steps is waited for.
     """
 
-    def __init__(self, wanted_batch: int) -> None:
-        self._wanted_batch = wanted_batch
-        self.begun: dict[str, int] = {}
-        """How many batches were trained when the save of a path was begun."""
+    def __init__(self, wanted_step: int) -> None:
+        self._wanted_step = wanted_step
         self.any = threading.Event()
         self.wanted = threading.Event()
 
-    def committed(self, path: str) -> None:
-        """The save of `path` is durable."""
+    def committed(self, step: int) -> None:
+        """A save of `step` is durable."""
         self.any.set()
-        if self.begun.get(path, 0) >= self._wanted_batch:
+        if step >= self._wanted_step:
             self.wanted.set()
 
 

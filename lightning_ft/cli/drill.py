@@ -157,7 +157,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
         yield
     finally:
         for sign, handler in before:
-            signal.signal(sign, handler)
+            signal.signal(sign, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager

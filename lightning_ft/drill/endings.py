@@ -15,7 +15,7 @@ _FEW_LINES = 5
 # Of a traceback with its notes, and what others print after it.
 _LINES_OF_ERRORS = 400
 # An error of this package at the end of a traceback, on any rank; its notes and further lines are indented.
-_OURS = re.compile(r"^(?:\[\w+\]:\s*)?lightning_ft\.errors\.(\w+): (.+(?:\n[ \t]+(?!File ).+)*)", re.MULTILINE)
+_OURS = re.compile(r"^(?:\[\w+\]:\s*)?lightning_ft\.errors\.(\w+): (.+(?:\n[ \t]+(?![ \t]|File ).+)*)", re.MULTILINE)
 
 
 def problem(ended: Ended, of: Run, timeout_secs: float, who: str) -> Trial | None:
@@ -77,6 +77,7 @@ def _why_ended(tail: str) -> str:
 
 def _in_words(code: int) -> str:
     if code < 0:
-        return f"by {signal.Signals(-code).name}"
+        named = -code in list(signal.Signals)  # not all of those for real time are
+        return f"by {signal.Signals(-code).name}" if named else f"by signal {-code}"
     names = [name for name, value in vars(exit_codes).items() if name.isupper() and value == code]
     return f"with exit code {code}" + (f" ({names[0]}, see lightning_ft.exit_codes)" if names else "")

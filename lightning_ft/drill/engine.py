@@ -24,19 +24,18 @@ def drill(plan: Drill, say: Say) -> Outcome:
     """
     reference = Run(plan.scratch / "uninterrupted")
     wrong = _uninterrupted(plan, reference, say, "uninterrupted")
-    places = _points(plan, reference) if wrong is None else []
-    if wrong is None and not places and (every := _saves_in_time(reference)) is not None:
+    if wrong is None and not _saved(reference) and (every := _saves_in_time(reference)) is not None:
         plan = replace(plan, save_every_n_steps=every)
         reference = Run(plan.scratch / "uninterrupted-saving")
         wrong = _uninterrupted(plan, reference, say, f"uninterrupted, saved every {every} steps")
-        places = _points(plan, reference) if wrong is None else []
     if wrong is not None:
         return _outcome(plan, reference, [wrong])
+    places = points(plan.kill_at, plan.sweep, _steps(reference), reference.lines(0))
     if not places:
         cause = "no save was begun before the last batch: save more often, or drill more steps"
         nothing = failed("there is nothing to restart from", cause)
         return _outcome(plan, reference, [nothing])
-    again: list[Run] = []
+    again: list[_Again] = []
     trials: list[Trial] = []
     for number, point in enumerate(places):
         killed = Run(plan.scratch / f"killed-{number}")
@@ -45,7 +44,7 @@ def drill(plan: Drill, say: Say) -> Outcome:
         tidy(plan, killed)
         if not trials[-1].repeatable:  # then the others show nothing either
             break
-    return _outcome(plan, reference, trials)
+    return _outcome(plan, reference, trials, places[len(trials) :])
 
 
 def _uninterrupted(plan: Drill, reference: Run, say: Say, title: str) -> Trial | None:
@@ -53,6 +52,11 @@ def _uninterrupted(plan: Drill, reference: Run, say: Say, title: str) -> Trial |
     ended = start(plan, reference, 0, None, say, title)
     tidy(plan, reference)
     return problem(ended, reference, plan.timeout_secs, "the uninterrupted run")
+
+
+def _saved(reference: Run) -> bool:
+    """Whether it has saved by itself in time for a restart, wherever it is to be killed."""
+    return bool(points(None, False, _steps(reference), reference.lines(0)))
 
 
 def _saves_in_time(reference: Run) -> int | None:
@@ -70,7 +74,7 @@ def _prefixed(say: Say, prefix: str) -> Say:
     return lambda title, batches: say(prefix + title, batches)
 
 
-def _trial(plan: Drill, reference: Run, killed: Run, point: Point, say: Say, again: list[Run]) -> Trial:
+def _trial(plan: Drill, reference: Run, killed: Run, point: Point, say: Say, again: list[_Again]) -> Trial:
     title = str(point.at)
     where = place(title)
     ended = start(plan, killed, 0, point, say, f"to be killed at {where}")
@@ -94,7 +98,10 @@ def _trial(plan: Drill, reference: Run, killed: Run, point: Point, say: Say, aga
             facts, verdict=wrong.verdict, reason=reason, cause=wrong.cause, output=wrong.output, differ_from=from_
         )
     if found := _differences(expected, actual, plan.atol):
-        reason, cause, from_ = _explained(plan, reference, expected, actual, found, resumed, say, again)
+        second, wrong = _once_more(plan, say, again)
+        if wrong is not None:
+            return replace(facts, verdict=wrong.verdict, reason=wrong.reason, cause=wrong.cause, output=wrong.output)
+        reason, cause, from_ = _explained(plan, reference, second, expected, actual, found, resumed)
         return replace(facts, verdict=Verdict.SILENT_DIVERGENCE, reason=reason, cause=cause, differ_from=from_)
     if durable is not None and (resumed or 0) < durable:
         began = "from the beginning" if resumed is None else f"after batch {resumed}"
@@ -121,10 +128,6 @@ def _why_not_killed(point: Point, reference: Run) -> str:
     return "there are not so many events of that kind, or none on that rank"
 
 
-def _points(plan: Drill, reference: Run) -> list[Point]:
-    return points(plan.kill_at, plan.sweep, _steps(reference), reference.lines(0))
-
-
 def _steps(reference: Run) -> list[Record]:
     """What rank 0 has trained."""
     return [record for record in reference.traces().get(0, []) if record["kind"] == "step"]
@@ -148,26 +151,30 @@ def _beside(
     return f"{reason}; and two uninterrupted runs are not equal either: {said}", words(first.key)
 
 
+_Again = tuple[Run, Trial | None]
+
+
+def _once_more(plan: Drill, say: Say, again: list[_Again]) -> _Again:
+    """A second uninterrupted run, made once, and what is wrong with it: it shows whether the script repeats itself."""
+    if not again:
+        second = Run(plan.scratch / "uninterrupted-again")
+        ended = start(plan, second, 0, None, say, "uninterrupted, once more")
+        tidy(plan, second)
+        again.append((second, problem(ended, second, plan.timeout_secs, "a second uninterrupted run")))
+    return again[0]
+
+
 def _explained(
     plan: Drill,
     reference: Run,
+    second: Run,
     expected: dict[int, list[Record]],
     actual: dict[int, list[Record]],
     found: Sequence[Difference],
     resumed: int | None,
-    say: Say,
-    again: list[Run],
 ) -> tuple[str, str, str]:
-    """The first difference, its likely cause, and from where two uninterrupted runs differ, if they do.
-
-    Whether the script repeats itself at all is tried first, once.
-    """
-    if not again:
-        second = Run(plan.scratch / "uninterrupted-again")
-        start(plan, second, 0, None, say, "uninterrupted, once more")
-        tidy(plan, second)
-        again.append(second)
-    other = again[0].traces()
+    """The first difference, its likely cause, and from where two uninterrupted runs differ, if they do."""
+    other = second.traces()
     fresh = _differences(expected, other, plan.atol)
     first = diagnosis.first(fresh or found, expected)
     if not fresh and first.kind == "value" and first.start == 0:  # it differs now and then only
@@ -180,12 +187,12 @@ def _explained(
     return diagnosis.said(first), cause, ""
 
 
-def _outcome(plan: Drill, reference: Run, trials: Sequence[Trial]) -> Outcome:
+def _outcome(plan: Drill, reference: Run, trials: Sequence[Trial], untried: Sequence[Point] = ()) -> Outcome:
     traces = reference.traces()
     validations = sum(record["kind"] == "validation" for records in traces.values() for record in records)
     return Outcome(
         plan.command, _batches(traces), max(1, len(traces)), validations, tuple(trials),
-        tuple(dict.fromkeys(_not_covered(plan, reference, trials, validations))),
+        tuple(dict.fromkeys(_not_covered(plan, reference, trials, untried, validations))),
     )  # fmt: skip
 
 
@@ -194,7 +201,9 @@ def _batches(traces: dict[int, list[Record]]) -> int:
     return sum(record["kind"] == "step" for record in traces[0]) if traces else 0
 
 
-def _not_covered(plan: Drill, reference: Run, trials: Sequence[Trial], validations: int) -> Iterable[str]:
+def _not_covered(
+    plan: Drill, reference: Run, trials: Sequence[Trial], untried: Sequence[Point], validations: int
+) -> Iterable[str]:
     if all(trial.resumed_batch is None for trial in trials):
         yield "restarts from a checkpoint: none began with one"
     elif not any(in_a_later_epoch(_steps(reference), trial.resumed_batch) for trial in trials):
@@ -203,6 +212,9 @@ def _not_covered(plan: Drill, reference: Run, trials: Sequence[Trial], validatio
     places = ", ".join(place(trial.kill_at) for trial in trials if trial.kill_at is not None)
     if places and not plan.sweep:
         yield f"kills at other places than {places} (--sweep: every event of a save)"
+    if untried:
+        names = ", ".join(place(str(point.at)) for point in untried)
+        yield f"kills at {names}: not tried, since two uninterrupted runs differ"
     if plan.steps is not None:
         yield f"what happens after {plan.steps} steps"
     if (every := plan.save_every_n_steps) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_ft import events
+from lightning_ft._proof.assignment import is_ours
 from lightning_ft._proof.kill_point import KillPoint
 from lightning_ft._proof.traces import Record
 from lightning_ft.drill.runs import Point
@@ -20,22 +21,39 @@ def points(
         kill_at: What was asked for.
         sweep: Whether all events of a save were asked for.
         steps: What rank 0 has trained, in order.
-        lines: Its events.
+        lines: Its events. Those of other callbacks' files are passed over: no restart begins with these.
     """
     if kill_at is not None:
         return [Point(kill_at)]
     if sweep:
-        seen = [line["event"] for line in lines if "event" in line]
-        # The second of its kind, so that there was a save before it, where there are two.
-        times = {name: min(seen.count(name), 2) for name in events.DIRECTORY_KILL_POINTS if name in seen}
-        return [Point(f"{name}:{count}" if count > 1 else name) for name, count in times.items()]
-    saves = sorted({int(line["batch"]) for line in lines if line.get("event") == "SaveStarted"})
+        return list(_at_every_event(lines))
+    # A save may be begun long after the step whose state it has: its copy, or its place in the queue, takes time.
+    step_of = {_batch_of(int(line["step"]), steps): int(line["step"]) for line in _of_ours("SaveStarted", lines)}
+    saves = sorted(batch for batch in step_of if batch is not None)
     if not saves or not steps:
         return []
-    for begun, kill_after in (*_in_later_epochs(steps, saves), _in_the_middle(steps, saves)):
-        if begun < kill_after:
-            return [Point(kill_after, once_durable=True, durable_from=begun)]
+    for saved, kill_after in (*_in_later_epochs(steps, saves), _in_the_middle(steps, saves)):
+        if saved < kill_after:
+            return [Point(kill_after, once_durable=True, durable_from=step_of[saved])]
     return []
+
+
+def _at_every_event(lines: Sequence[Mapping[str, Any]]) -> Iterable[Point]:
+    """The second of its kind where there are two, so that there was a save before it."""
+    for name in events.DIRECTORY_KILL_POINTS:
+        if ours := list(_of_ours(name, lines)):
+            # Whoever kills counts those of all files.
+            count = 1 + [line for line in lines if line.get("event") == name].index(ours[:2][-1])
+            yield Point(f"{name}:{count}" if count > 1 else name)
+
+
+def _of_ours(event: str, lines: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    return (line for line in lines if line.get("event") == event and is_ours(line["path"]))
+
+
+def _batch_of(step: int, steps: Sequence[Record]) -> int | None:
+    """The batch that ended with `step` optimizer steps taken; None if there was none, as before the first."""
+    return next((int(record["key"][0]) for record in steps if record["steps"] == step), None)
 
 
 def _in_later_epochs(steps: Sequence[Record], saves: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -71,7 +71,7 @@ class Point:
     once_durable: bool = False
     """`at` is a batch, and it is killed after that as soon as a checkpoint is durable."""
     durable_from: int = 0
-    """... of at least so many batches, if one becomes durable in time."""
+    """... of at least so many optimizer steps, if one becomes durable in time."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_ft.cli.drill import _ended_as_by_ctrl_c
 from lightning_ft.drill import command as commands
 from lightning_ft.drill.command import CannotStartError, Ended, run
 from tests.cli.conftest import environment, program
@@ -165,6 +167,25 @@ def test_a_second_ctrl_c_does_not_keep_it_from_ending_its_processes(
         run(code, {}, tmp_path / "output", tmp_path / "killed", 60.0, first)
     assert left(tmp_path) == []
     assert [signal.getsignal(number) for number in commands.ENDS] == before
+
+
+def test_a_handler_that_python_does_not_know_is_left_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a program that has installed one before it began Python."""
+
+    def install(number: int, handler: Any) -> Any:
+        before = real(number, handler)
+        return None if handler is signal.default_int_handler else before
+
+    real = signal.signal
+    before = {number: signal.getsignal(number) for number in commands.ENDS}
+    monkeypatch.setattr(signal, "signal", install)
+    try:
+        with _ended_as_by_ctrl_c():
+            pass
+        assert {signal.getsignal(number) for number in commands.ENDS} <= {signal.SIG_DFL, signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            real(number, handler)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=["cancelled", "terminal closed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_a_checkpoint_that_is_refused_is_told_by_its_error(tmp_path: Path) -> No
 def test_another_error_of_ours_keeps_the_exit_code(tmp_path: Path) -> None:
     found = ended(tmp_path, TRACEBACK + "lightning_ft.errors.SaveError: the disk is full\n", 3)
     assert (found.reason, found.cause) == ("the restart ended with exit code 3 (SaveError)", "the disk is full")
+
+
+def test_a_traceback_that_follows_is_no_part_of_the_message(tmp_path: Path) -> None:
+    found = ended(
+        tmp_path, "lightning_ft.errors.SaveError: the disk is full\n  Free some.\n" + TRACEBACK.partition("\n")[2]
+    )
+    assert found.cause == "the disk is full Free some."
+
+
+def test_a_signal_without_a_name_has_its_number(tmp_path: Path) -> None:
+    assert ended(tmp_path, "", -signal.SIGTERM).reason == "the restart ended by SIGTERM"
+    assert ended(tmp_path, "", -(signal.SIGRTMIN + 3)).reason == f"the restart ended by signal {signal.SIGRTMIN + 3}"
 
 
 def test_an_error_of_the_script_is_quoted(tmp_path: Path) -> None:

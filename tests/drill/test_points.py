@@ -11,14 +11,17 @@ from lightning_ft.drill.points import in_a_later_epoch, points
 from lightning_ft.drill.runs import Point
 
 
-def steps(*epochs: int) -> list[Record]:
-    """Epochs of so many batches."""
+def steps(*epochs: int, accumulated: int = 1) -> list[Record]:
+    """Epochs of so many batches; each optimizer step takes several."""
     of = [epoch for epoch, batches in enumerate(epochs) for _ in range(batches)]
-    return [{"kind": "step", "key": [n], "values": {"epoch": epoch}} for n, epoch in enumerate(of, 1)]
+    return [
+        {"kind": "step", "key": [n], "values": {"epoch": epoch}, "steps": n // accumulated}
+        for n, epoch in enumerate(of, 1)
+    ]
 
 
-def lines(*saves: int) -> list[dict[str, Any]]:
-    return [{"event": "SaveStarted", "batch": batch} for batch in saves]
+def lines(*saved_steps: int, event: str = "SaveStarted", name: str = "step={:08d}.ckpt") -> list[dict[str, Any]]:
+    return [{"event": event, "path": f"/runs/{name.format(step)}", "step": step} for step in saved_steps]
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,26 @@ def test_by_default_it_is_killed_within_the_second_epoch(
 ) -> None:
     found = points(None, False, steps(*epochs), lines(*saves))
     assert found == [Point(kill_at, once_durable=True, durable_from=durable_from)]
+
+
+def test_a_save_is_where_its_step_was_taken_though_it_is_begun_later() -> None:
+    """The copy of a save may be made while training goes on, and it may wait for the save before."""
+    late = [{**line, "batch": line["step"] + 30} for line in lines(10, 20)]
+    assert points(None, False, steps(40), late) == [Point(21, once_durable=True, durable_from=10)]
+    (found,) = points(None, False, steps(40, accumulated=4), lines(4, 8))
+    assert found == Point(21, once_durable=True, durable_from=4)  # of batch 16
+    (found,) = points(None, False, steps(40, 40, accumulated=4), lines(12))
+    assert found == Point(60, once_durable=True, durable_from=12)  # of batch 48
+
+
+def test_files_of_other_callbacks_are_no_saves() -> None:
+    others = lines(8, 16, name="epoch=0-step={}.ckpt")
+    assert points(None, False, steps(16, 16), others) == []
+    assert points(None, False, steps(16, 16), [*others, *lines(20)]) == [Point(24, once_durable=True, durable_from=20)]
+    renamed = [*lines(8, event="Renamed", name="last.ckpt"), *lines(4, 8, 12, event="Renamed")]
+    assert points(None, True, steps(16), renamed) == [Point("Renamed:3")]  # the second of ours
+    assert points(None, True, steps(16), renamed[:2]) == [Point("Renamed:2")]
+    assert points(None, True, steps(16), renamed[:1]) == []
 
 
 def test_nothing_is_killed_where_no_restart_could_begin() -> None:

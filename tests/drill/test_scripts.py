@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,34 @@ def test_a_script_that_saves_by_the_clock_is_saved_in_time(what: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    "options", [{"kill_at": 10}, pytest.param({"kill_at": "Committed"}, marks=pytest.mark.slow)], ids=str
+)
+def test_it_is_saved_in_time_wherever_it_is_killed(options: dict[str, Any], tmp_path: Path) -> None:
+    outcome = drilled("preset", tmp_path, **options)
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.resumed_batch in (4, 8)) == (Verdict.PASS, True), outcome
+    assert "when the script saves: by the clock, and not in time, so it was saved every 4 steps" in outcome.not_covered
+
+
+def test_a_second_uninterrupted_run_that_fails_says_nothing_of_repeating(tmp_path: Path) -> None:
+    outcome = drilled("runs three times", tmp_path, "--noise", "1e-2", kill_at="Committed")
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.killed, trial.repeatable) == (Verdict.HARD_FAILURE, True, True)
+    assert trial.reason == "a second uninterrupted run ended with exit code 1"
+    assert trial.output.splitlines()[-1] == "RuntimeError: a fourth time"
+
+
+def test_a_sweep_that_ends_early_says_where_it_did_not_kill(tmp_path: Path) -> None:
+    outcome = drilled("plain", tmp_path, "--noise", "1e-2", sweep=True, steps=8)
+    assert [trial.repeatable for trial in outcome.trials] == [False]
+    assert outcome.trials[0].kill_at == "SaveStarted:2"
+    assert (
+        "kills at AttemptOpened:2, DataWritten:2, DataSynced:2, Renamed:2, Committed:2: not tried, since two "
+        "uninterrupted runs differ"
+    ) in outcome.not_covered
+
+
+@pytest.mark.parametrize(
     ("kill_at", "where", "cause"),
     [
         (1000, "batch 1000", "it trains 16 batches"),
@@ -111,6 +140,7 @@ def test_a_sweep_kills_at_every_event_of_a_save(tmp_path: Path) -> None:
         ("asks by name", "the uninterrupted run ended with exit code 1", "its trainers write elsewhere in a drill"),
         ("diverges", "the uninterrupted run ended with exit code 77 (DIVERGED", ""),
         ("never saves", "there is nothing to restart from", "no save was begun before the last batch"),
+        ("beside a ModelCheckpoint", "there is nothing to restart from", "no save was begun before the last batch"),
         ("hangs", "the uninterrupted run did not end within 5 s", "it hangs, or --timeout is too short"),
     ],
 )

@@ -109,6 +109,11 @@ def main() -> None:
         raise RuntimeError("cannot even begin")
     if args.what == "has no room":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if args.what == "runs three times":  # uninterrupted, killed, restarted
+        with open(f"{args.root}-runs", "a+") as file:
+            file.write("x")
+            if file.tell() > 3:
+                raise RuntimeError("a fourth time")
     if args.what == "hangs":
         time.sleep(1000)
     model = Net(float("inf") if args.what == "diverges" else 0.05, args.noise)
@@ -117,6 +122,13 @@ def main() -> None:
     elif args.what == "never saves":
         callback = ft.FaultTolerantCheckpoint(args.root, every_n_train_steps=1000, save_on_train_end=False)
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what == "beside a ModelCheckpoint":
+        callbacks = [
+            ft.FaultTolerantCheckpoint(args.root, every_n_train_steps=500),
+            ModelCheckpoint(f"{args.root}/best"),
+        ]
+        it = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=callbacks)
+        it.fit(model, loader(), ckpt_path="last")
     elif args.what in ("preset", "by the clock"):
         by_clock = {"callbacks": [ft.FaultTolerantCheckpoint(args.root, train_time_interval=timedelta(hours=1))]}
         arguments = by_clock if args.what == "by the clock" else ft.fault_tolerance(args.root)
