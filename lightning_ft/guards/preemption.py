@@ -37,7 +37,7 @@ class PreemptionGuard:
 
     Args:
         signals: Numbers or names of the signals that save and stop. SLURM sends one of one's choice some time before it
-            ends a job (``#SBATCH --signal=SIGUSR1@90``), and SIGTERM then.
+            ends a job (``#SBATCH --signal=SIGUSR1@180``), and SIGTERM then.
         save_signal: A signal that saves after the step and does not stop; None for none. A file named ``SAVE_NOW`` does
             the same, in a local `dirpath` or in `local_dirpath`; it is removed when the checkpoint is durable.
         grace: How long the process has from the first signal until it is killed (seconds, or a `timedelta`). A save
