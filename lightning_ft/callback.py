@@ -201,7 +201,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
     @override
-    @raised_everywhere()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         console.install()  # a spawned process has unpickled this callback
         self._others = self._other_checkpoints(trainer)
@@ -210,12 +209,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._stands_aside = stand_aside(self.settings.guards, trainer)
             return
-        if sum(isinstance(c, FaultTolerantCheckpoint) for c in loops.callbacks(trainer)) > 1:
-            raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
-        require_strategy(trainer.strategy)
-        require_measurable(self.settings.trigger, plugin)
-        if is_tried_out(trainer):
-            return
+        with raised_everywhere():
+            if sum(isinstance(c, FaultTolerantCheckpoint) for c in loops.callbacks(trainer)) > 1:
+                raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
+            require_strategy(trainer.strategy)
+            require_measurable(self.settings.trigger, plugin)
+            if is_tried_out(trainer):
+                return
+        # From here on one rank alone may fail: links, environments and what can be started are those of its node.
         self.dirpath = self._directory(trainer)
         if self.settings.local is not None:
             require_local_tier(self.settings.local, self.dirpath, trainer.strategy, plugin)
@@ -226,10 +227,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._early.meet(loops.collective_timeout(trainer) or WITHIN)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
-        self._session = Session(
-            trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
-            self._run_id if fitted_before else "", self._damaged,
-        )  # fmt: skip
+        with raised_everywhere():
+            self._session = Session(
+                trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
+                self._run_id if fitted_before else "", self._damaged,
+            )  # fmt: skip
         self._early.close()
         leaving.leave_spawned(trainer, partial(self.on_exception, trainer, pl_module))
 
