@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -279,16 +280,21 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             leaving.end_with(trainer, raised)
 
     def _close(self) -> None:
-        if self._session is not None:
-            self._run_id = self._session.run_id
-            self._session.close()
-        elif self._ranks is not None:
-            self._ranks.close()
-        for forget in (self._forget_choice, self._forget_names, self._stands_aside):
-            if forget is not None:
-                forget()
-        guarding.disarm()
-        self._early.close()
+        """Nothing of the fit is left to the next one, also if a part of this fails, or Ctrl-C ends its waiting."""
+        with ExitStack() as in_reverse:
+            in_reverse.callback(self._forget)  # last: until then a write that is waited for may be told of
+            in_reverse.callback(self._early.close)
+            in_reverse.callback(guarding.disarm)
+            for forget in (self._stands_aside, self._forget_names, self._forget_choice):
+                if forget is not None:
+                    in_reverse.callback(forget)
+            if self._session is not None:
+                self._run_id = self._session.run_id
+                in_reverse.callback(self._session.close)
+            elif self._ranks is not None:
+                in_reverse.callback(self._ranks.close)
+
+    def _forget(self) -> None:
         self._early = Early()
         self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
         self._chosen, self._damaged = "", ()
