@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -201,7 +202,6 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     # -- set-up and tear-down ------------------------------------------------------------------------------------
 
     @override
-    @raised_everywhere()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         console.install()  # a spawned process has unpickled this callback
         self._others = self._other_checkpoints(trainer)
@@ -210,12 +210,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._stands_aside = stand_aside(self.settings.guards, trainer)
             return
-        if sum(isinstance(c, FaultTolerantCheckpoint) for c in loops.callbacks(trainer)) > 1:
-            raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
-        require_strategy(trainer.strategy, plugin)
-        require_measurable(self.settings.trigger, plugin)
-        if is_tried_out(trainer):
-            return
+        with raised_everywhere():
+            if sum(isinstance(c, FaultTolerantCheckpoint) for c in loops.callbacks(trainer)) > 1:
+                raise ConfigurationError("a Trainer has one FaultTolerantCheckpoint; give one instance all triggers")
+            require_strategy(trainer.strategy, plugin)
+            require_measurable(self.settings.trigger, plugin)
+            if is_tried_out(trainer):
+                return
+        # From here on one rank alone may fail: links, environments and what can be started are those of its node.
         self.dirpath = self._directory(trainer)
         if self.settings.local is not None:
             require_local_tier(self.settings.local, self.dirpath, trainer.strategy, plugin)
@@ -226,10 +228,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._early.meet(loops.collective_timeout(trainer) or WITHIN)
         self._ranks = self._ranks or Ranks()
         fitted_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
-        self._session = Session(
-            trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
-            self._run_id if fitted_before else "", self._damaged,
-        )  # fmt: skip
+        with raised_everywhere():
+            self._session = Session(
+                trainer, self.dirpath, self.settings, plugin, self._ranks, self._durable, self._chosen,
+                self._run_id if fitted_before else "", self._damaged,
+            )  # fmt: skip
         self._early.close()
         leaving.leave_spawned(trainer, partial(self.on_exception, trainer, pl_module))
 
@@ -277,16 +280,21 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             leaving.end_with(trainer, raised)
 
     def _close(self) -> None:
-        if self._session is not None:
-            self._run_id = self._session.run_id
-            self._session.close()
-        elif self._ranks is not None:
-            self._ranks.close()
-        for forget in (self._forget_choice, self._forget_names, self._stands_aside):
-            if forget is not None:
-                forget()
-        guarding.disarm()
-        self._early.close()
+        """Nothing of the fit is left to the next one, also if a part of this fails, or Ctrl-C ends its waiting."""
+        with ExitStack() as in_reverse:
+            in_reverse.callback(self._forget)  # last: until then a write that is waited for may be told of
+            in_reverse.callback(self._early.close)
+            in_reverse.callback(guarding.disarm)
+            for forget in (self._stands_aside, self._forget_names, self._forget_choice):
+                if forget is not None:
+                    in_reverse.callback(forget)
+            if self._session is not None:
+                self._run_id = self._session.run_id
+                in_reverse.callback(self._session.close)
+            elif self._ranks is not None:
+                in_reverse.callback(self._ranks.close)
+
+    def _forget(self) -> None:
         self._early = Early()
         self._session = self._ranks = self._forget_choice = self._forget_names = self._stands_aside = None
         self._chosen, self._damaged = "", ()

@@ -248,7 +248,7 @@ class DivergenceWatch(Watch):
                 culprits = list(self._last_step)
                 words += "; its weights were not finite to begin with"
                 words += f", since the step of {batches_in_words(culprits)}" if culprits else ""
-        self._leave(move, words, reports, first, culprits, suspect_from)
+        self._leave(move, words, reports, first, first, culprits, suspect_from)
 
     def _leave(
         self,
@@ -256,12 +256,13 @@ class DivergenceWatch(Watch):
         words: str,
         reports: Sequence[Sequence[tuple[Seen, str]]],
         first: int,
+        before: int,
         culprits: Sequence[int],
         suspect_from: int | None,
     ) -> None:
-        """Never returns. What it raises, see `_act`."""
+        """Never returns. What it raises, see `_act`; of `before` and `suspect_from`, see `last_finite.find`."""
         fit = self._fit
-        found = last_finite.find(fit, first, suspect_from)
+        found = last_finite.find(fit, before, suspect_from)
         if move == Move.ROLL_BACK and found.path:
             leave_out = culprits if self._guard.offending == "skip" else []
             if fit.ranks.is_zero:
@@ -285,6 +286,7 @@ class DivergenceWatch(Watch):
         batch = loops.progress(fit.trainer).batch
         if batch == self._batch_at_start or fit.stop() is not None:
             return  # nothing was trained; or a restart will show it, and this job may have little time
+        self._hear_the_rest()  # a loss that was bad says more, and who had it
         broken = last_finite.weights_not_finite(fit.trainer.lightning_module) - self._never_finite
         if not any(fit.ranks.all_gather(bool(broken))):
             return
@@ -296,7 +298,8 @@ class DivergenceWatch(Watch):
                 _log.warning("%s: they are not saved", words)
             return
         self._course, move = self._course.without_tolerance(self._guard)
-        self._leave(move, words, self._reports(), batch + 1, culprits, batch)
+        # The checkpoint after the last batch is one of those that are looked into.
+        self._leave(move, words, self._reports(), min(culprits, default=batch), batch + 1, culprits, batch)
 
     def _error(
         self,
@@ -363,15 +366,24 @@ class DivergenceWatch(Watch):
     # -- saves ---------------------------------------------------------------------------------------------------
 
     def refuses_save(self) -> str | None:
-        if not self.wants_loss:
-            for late in self._late.values():
-                late.wait()
-            self._read_arrived()
-            heard, self._vote = max(self._fit.ranks.all_gather(self._vote)), _UNKNOWN
-            self._heed(heard, undone=False)
-            if self._move == Move.WARN and heard == Badness.NOT_FINITE + 1:
-                self._poisoned = True
+        self._hear_the_rest()
         return "the last loss was not finite" if self._poisoned else None
+
+    def _hear_the_rest(self) -> None:
+        """All losses so far are known to all, and acted upon. Ranks: all. Blocks on: the device, if they are on one.
+
+        Raises:
+            FaultToleranceError: See `_act`.
+        """
+        if self.wants_loss:
+            return
+        for late in self._late.values():
+            late.wait()
+        self._read_arrived()
+        heard, self._vote = max(self._fit.ranks.all_gather(self._vote)), _UNKNOWN
+        self._heed(heard, undone=False)
+        if self._move == Move.WARN and heard == Badness.NOT_FINITE + 1:
+            self._poisoned = True
 
     def state(self) -> dict[str, Any]:
         return {

@@ -33,14 +33,14 @@ _LAST_RANK = (1 << _RANK_BITS) - 1
 
 
 class Preemption(Watch):
-    """Signals of any rank, and requests for a save, in one fit.
+    """Signals of any rank, and requests for a save, in one fit. Ranks: construct on all.
 
     Args:
         guard: The guard.
         fit: The fit. Lightning's own handlers stay out of it from here on.
 
     Raises:
-        ConfigurationError: The environment holds a grace period that is none.
+        ConfigurationError: The environment of any rank holds a grace period that is none.
     """
 
     topics = ("preempt", "preempt_age_ms", "save_now")
@@ -50,7 +50,8 @@ class Preemption(Watch):
     def __init__(self, guard: PreemptionGuard, fit: Fit) -> None:
         self._guard = guard
         self._fit = fit
-        self._grace_secs, self._grace_from = grace.grace_secs(guard.grace_secs)
+        # Every node has an environment of its own.
+        self._grace_secs, self._grace_from = fit.ranks.together(lambda: grace.grace_secs(guard.grace_secs))
         self._durations = grace.Durations()
         self._save_now = SaveNow([fit.dirpath, *([fit.local_dirpath] if fit.local_dirpath else [])])
         self._saving_step: int | None = None

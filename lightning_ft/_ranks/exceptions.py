@@ -183,10 +183,11 @@ class Exceptions:
 
 
 def lost_peer(error: BaseException, peers: Peers) -> PeerLostError | None:
-    """That another rank has failed, or is gone, if this is what `error` comes of.
+    """That another rank has failed, or is gone, if this is what `error` comes of. This rank leaves by itself.
 
     Blocks on: nothing; a few seconds if a collective has failed and nobody has said why.
     """
+    peers.leaves()  # what is being written may take longer than a listener waits
     if isinstance(error, RankFailure):
         failure: RankFailure | None = peers.lost or error  # who has failed may have said more than was found out
     else:

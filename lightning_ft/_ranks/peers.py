@@ -11,7 +11,7 @@ process group was made. A thread of every rank listens to it, on a connection of
     failing rank     `let_go`: its connections are broken        peers' collectives raise
     peer, listener   the reason is in the log; `let_go`          its own collectives raise, whoever else is in them
     peer, main       `blame`: who it was                         the fit ends with `PeerLostError`
-    peer, listener   the fit has not ended after `LEAVES_SECS`   the process has ended, with `PEER_LOST`
+    peer, listener   its main thread has not begun to leave      after `LEAVES_SECS` the process has ended: `PEER_LOST`
 
 A rank whose collective fails, and that finds no reason, wakes all listeners as well. Every listener that is woken
 answers, so that all of them know who does not.
@@ -102,6 +102,10 @@ class Peers:
     def lost(self) -> RankFailure | None:
         """The failure of another rank, if one was heard of. Thread: any. Blocks on: nothing."""
         return self._lost
+
+    def leaves(self) -> None:
+        """The main thread ends the fit by itself, however long that takes: the listener does not end the process."""
+        self._out.set()
 
     def tell(self, reason: str, failed: int | None = None) -> None:
         """All others are about to hear why the fit has ended. Blocks on: nothing.

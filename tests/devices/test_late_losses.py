@@ -96,7 +96,14 @@ class Waits(Callback):
         return [b - a for a, b in zip(self.counts, self.counts[1:], strict=False)]
 
 
-def train(dirpath: Path, guard: ft.DivergenceGuard | None, model: Any, every: int = 4, *callbacks: Callback) -> Any:
+def train(
+    dirpath: Path,
+    guard: ft.DivergenceGuard | None,
+    model: Any,
+    every: int = 4,
+    *callbacks: Callback,
+    steps: int = STEPS,
+) -> Any:
     L.seed_everything(1, verbose=False)
     guards = () if guard is None else (guard,)
     ours = ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=every, keep_last=1, guards=guards)
@@ -104,7 +111,7 @@ def train(dirpath: Path, guard: ft.DivergenceGuard | None, model: Any, every: in
         accelerator=fits.FakeAcc(), strategy=SingleDeviceStrategy(device=torch.device("fakeacc", 0)), max_epochs=1,
         logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[*callbacks, ours],
     )  # fmt: skip
-    data = torch.randn(4 * STEPS, 8, generator=torch.Generator().manual_seed(2), device="cpu")
+    data = torch.randn(4 * steps, 8, generator=torch.Generator().manual_seed(2), device="cpu")
     try:
         trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4), ckpt_path="last")
     except ft.DivergenceError as error:
@@ -187,6 +194,24 @@ def test_a_checkpoint_with_spoilt_weights_is_looked_into_and_removed(tmp_path: P
         "diverged-step=00000006.ckpt",
         "step=00000002.ckpt",
     ]
+
+
+@on_fakeacc
+def test_the_loss_of_the_last_batch_is_heard_before_its_weights_are_looked_at(tmp_path: Path) -> None:
+    # It makes the checkpoint before it suspect; and batches are named by their numbers.
+    _, error = train(tmp_path / "loss", ft.DivergenceGuard(), SpoilsWeights(8), steps=9)
+    assert error is not None
+    assert error.batch == 9
+    assert [math.isnan(loss) for (loss,) in error.losses] == [True]
+    assert Path(error.restart_from).name == "step=00000004.ckpt"
+    assert [info.name for info in ft.list_checkpoints(tmp_path / "loss")] == [
+        "diverged-step=00000009.ckpt",
+        "step=00000004.ckpt",
+    ]
+    _, error = train(tmp_path / "weights", ft.DivergenceGuard(), SpoilsWeights(9), steps=9)
+    assert error is not None
+    assert error.batch == 9
+    assert Path(error.restart_from).name == "step=00000008.ckpt"
 
 
 @on_fakeacc

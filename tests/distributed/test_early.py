@@ -11,7 +11,10 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+import lightning_ft as ft
 from lightning_ft import exit_codes
+from lightning_ft._fit import guarding
+from lightning_ft._preemption import grace
 from lightning_ft._ranks.peers import LEAVES_SECS
 from tests import ranks
 from tests.ranks import Rank
@@ -97,3 +100,34 @@ def test_j1_one_rank_fails_before_the_fit_begins(
     assert ended[failing] == (f"ZeroDivisionError: in {place} of rank {failing}", 1)
     words = f"PeerLostError: rank {failing} failed: ZeroDivisionError: in {place} of rank {failing}"
     assert ended[1 - failing] == (words, exit_codes.PEER_LOST)
+
+
+def fit_where_nodes_differ(rank: Rank) -> list[str]:
+    """A grace period that is none, and then a watcher that cannot be started: both on rank 1 alone."""
+    ended = []
+    for name in ("environment", "watcher"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank.number == 1 and name == "environment":
+                patch.setenv(grace.ENVIRONMENT, "soon")
+            if rank.number == 1 and name == "watcher":
+                patch.setattr(guarding, "arm", unable)
+            trainer = s.ddp(str(rank.root / name), every=1, max_steps=2, ft_args={"guards": (ft.PreemptionGuard(),)})
+            with pytest.raises(ft.FaultToleranceError) as raised:
+                trainer.fit(s.Net(), s.shuffled()[0])
+            ended.append(f"{raised.type.__name__}: {raised.value}")
+    # As if there was much to clear away: connections stay.
+    rank.tell(f"rank {rank.number} is out")
+    rank.wait_for(f"rank {1 - rank.number} is out")
+    return ended
+
+
+def unable(guards: Any) -> None:
+    raise ft.ConfigurationError("HangGuard: no watcher here")
+
+
+def test_what_one_node_alone_cannot_do_ends_the_others_too(tmp_path: Path) -> None:
+    ended = ranks.values(fit_where_nodes_differ, tmp_path, within_secs=ENDS_WITHIN_SECS + LEAVES_SECS)
+    assert ended[0][0] == ended[1][0]
+    assert ended[0][0].startswith(f"ConfigurationError: {grace.ENVIRONMENT}='soon'")
+    assert ended[1][1] == "ConfigurationError: HangGuard: no watcher here"
+    assert ended[0][1] == "PeerLostError: rank 1 failed: ConfigurationError: HangGuard: no watcher here"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_ft import exit_codes
 from lightning_ft._ranks import peers as _peers
 from lightning_ft._ranks.dist import WRITERS, Ranks
+from lightning_ft._ranks.exceptions import lost_peer
 from lightning_ft._ranks.peers import Peers
 from lightning_ft.errors import PeerLostError
 from tests import ranks
@@ -185,3 +186,29 @@ def test_a_rank_that_is_busy_elsewhere_is_ended(tmp_path: Path) -> None:
     assert "rank 0 has heard that rank 1 failed: ValueError: broken" in log
     assert "is still busy after 0.5 s" in log
     assert "in busy_elsewhere" in (tmp_path / "0.stderr").read_text()  # where it was
+
+
+def leaves_in_order(rank: Rank) -> Any:
+    """Rank 0 has heard of the failure, and leaves, with a long write to finish."""
+    _peers.LEAVES_SECS = 3.0
+    peers = begin(rank)
+    listener = peers._thread
+    assert listener is not None
+    if rank.number == 1:
+        peers.tell("ValueError: broken")
+        rank.wait_for("the listener is done")
+        peers.close()
+        return None
+    peers._heard.wait(ranks.WITHIN_SECS)
+    assert peers.lost is not None
+    said = str(lost_peer(_peers.lost(peers.lost), peers))
+    listener.join(ranks.WITHIN_SECS)  # after as long as it would wait before it ends the process
+    rank.tell("the listener is done")
+    peers.close()
+    return said
+
+
+def test_a_rank_that_leaves_has_the_time_it_takes(tmp_path: Path) -> None:
+    outcomes = ranks.run(leaves_in_order, tmp_path)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
+    assert outcomes[0].value == "rank 1 failed: ValueError: broken"

@@ -181,6 +181,7 @@ def test_what_the_last_step_makes_of_the_weights_is_looked_at(tmp_path: Path, li
     _, _, error = d.fit(tmp_path / "stop", STOP, model(), **args)
     assert error is not None
     assert f"weights are not finite after the last step of the run (batch {last})" in str(error)
+    assert error.batch == last
     assert error.restart_from == str(tmp_path / "stop" / f"step={last - 1:08d}.ckpt")
     assert names(tmp_path / "stop") == [f"diverged-step={last:08d}.ckpt", f"step={last - 1:08d}.ckpt"]
 

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ft as ft
 from lightning_ft import events
 from lightning_ft._disk import lock as _lock
-from lightning_ft._fit import session
+from lightning_ft._fit import guarding, session
 from tests.trainer import runs
 from tests.trainer import scenarios as s
 from tests.trainer.runs import Line, fit, trainer
@@ -61,6 +61,31 @@ def test_fit_and_fit_saves_when_due(tmp_path: Path) -> None:
         the_trainer.fit(model, s.loader(shuffle=True))
     assert runs.names(tmp_path) == [f"step=000000{step:02d}.ckpt" for step in (3, 6, 9, 12, 15)]
     assert len({info.manifest.run_id for info in ft.list_checkpoints(str(tmp_path)) if info.manifest}) == 1
+
+
+def test_ctrl_c_while_the_last_write_is_waited_for_leaves_nothing_to_the_next_fit(tmp_path: Path) -> None:
+    """In a notebook the process goes on, with this callback and this trainer."""
+    callback, closed, disarmed = ours(tmp_path), [], []
+    close, disarm = session.Session.close, guarding.disarm
+
+    def interrupted(closing: session.Session) -> None:
+        close(closing)
+        closed.append(callback._session is closing)  # it may be told of what is written meanwhile
+        raise KeyboardInterrupt
+
+    the_trainer = trainer(callback, max_epochs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.Session, "close", interrupted)
+        patch.setattr(guarding, "disarm", lambda: disarmed.append(disarm()))
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            the_trainer.fit(Line(), s.loader(shuffle=True))
+    assert (closed, len(disarmed) > 0) == ([True], True)
+    assert callback._session is None
+    assert callback._ranks is None
+    assert callback._forget_names is None
+    assert "load_model_state_dict" not in vars(the_trainer.strategy)
+    trainer(callback, max_epochs=2).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
+    assert runs.good(tmp_path)[0] == "step=00000016.ckpt"
 
 
 class Speechless(Exception):
