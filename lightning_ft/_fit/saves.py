@@ -172,9 +172,8 @@ class Saves:
         return durable
 
     def go_back(self, path: str) -> None:
-        """Training goes on from the checkpoint `path`, as if nothing had been saved since."""
+        """Training goes on from the checkpoint `path`, as if nothing had been saved since, once that is loaded."""
         self._saved_batch = self._uploaded_batch = -1
-        self.start_from(path)
         self._tiers.pin(path)
 
     def _late(self) -> Late | None:

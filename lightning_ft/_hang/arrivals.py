@@ -29,7 +29,8 @@ class Arrivals:
         port: Its port.
         rank: Of this process.
         world_size: How many ranks there will be.
-        told: Called with the ranks that have not come, whenever others are missing than before. Thread: another one.
+        told: Called with the ranks that have not come, whenever others are missing than before, and with none of them
+            after `close`. Thread: another one.
         within: How long rank 0 is waited for.
     """
 
@@ -58,7 +59,12 @@ class Arrivals:
                 before, absent = absent, [rank for rank, key in enumerate(self._keys) if not store.check([key])]
                 if absent != before:
                     self._told(absent)
-                if not absent or self._over.wait(_LOOK_EVERY_SECS):
+                if not absent:
                     return
+                if self._over.wait(_LOOK_EVERY_SECS):
+                    break
         except dist.DistError as unreachable:
             _log.debug("who comes to the process group is not known: %s", unreachable)
+            if not self._over.is_set():
+                return
+        self._told([])

@@ -7,7 +7,8 @@ does, past Lightning's handling of errors. A script's own ``finally`` blocks run
 Private to Lightning (2.5.5 to 2.6): `call._call_teardown_hook`, `call._interrupt` and `Trainer._teardown`, the ends of
 `call._call_and_handle_interrupt`, after whose `teardown` hooks, in any order, there is no other; `Trainer._run_stage`,
 the loops, around which a process that was spawned calls no hook; the launchers' `procs`, and `_ChildProcessObserver`,
-which is a thread that nobody holds.
+which is a thread that nobody holds. Of Python (3.10 to 3.13): `multiprocessing.process` drops the
+`SystemExit` of a child itself.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class _Left(SystemExit):
         self._stays = stays
 
     def __del__(self) -> None:
-        # The interpreter itself, about to exit, drops it below the last frame of the program.
-        caught = sys._getframe().f_back is not None
+        # Who is about to exit drops it: the interpreter below the last frame of the program, or a child's first frame.
+        below = sys._getframe().f_back
+        caught = below is not None and below.f_globals.get("__name__") != "multiprocessing.process"
         if self._stays is not None and caught and not sys.is_finalizing():
             self._stays()
 

@@ -5,7 +5,8 @@ dies of it takes the training along before it has saved: PyTorch raises for a de
 what stops the training does nothing in its workers, which end when their parent tells them to, or is gone.
 
 A worker that is being started, which takes seconds where it is spawned, has these signals blocked until it can do that:
-a process inherits what the one that starts it has blocked.
+a process inherits what the one that starts it has blocked. Not so one of a forkserver, which forks it by itself: a
+signal in the first moments, while the dataset is unpickled, still ends that worker.
 
 SIGTERM is also what the parent itself sends to a worker that does not end as it is told; SIGKILL takes its place there.
 
@@ -23,7 +24,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 from functools import partial, partialmethod
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -67,8 +68,11 @@ def _started_blocked(process: BaseProcess, start: Callable[[BaseProcess], None],
     if loop not in (_torch_worker_loop, _torchdata_worker_loop) or not hasattr(signal, "pthread_sigmask"):
         start(process)
         return
-    if (getattr(process, "_start_method", None) or multiprocessing.get_start_method()) != "fork":
+    method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
+    if method != "fork":
         resource_tracker.ensure_running()  # which, when it has to be started, unblocks signals
+    if method == "forkserver":
+        forkserver.ensure_running()  # it would have them blocked for ever, and so would all that it forks
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         start(process)

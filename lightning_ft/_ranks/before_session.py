@@ -28,6 +28,7 @@ from lightning_ft._ranks import peers as _peers
 from lightning_ft._ranks.dist import is_everywhere
 from lightning_ft._ranks.exceptions import lost_peer
 from lightning_ft._ranks.peers import Peers, Place
+from lightning_ft.errors import RankFailure
 
 _log = logging.getLogger(__name__)
 
@@ -73,12 +74,19 @@ class Early:
         """
         self.begin()
         peers = self._peers
-        if peers is None or is_everywhere(error):
+        if peers is None:
             return error
+        alone = not is_everywhere(error)
         lost = lost_peer(error, peers)
         if lost is not None:
             _log.error("%s", _peers.last_words(dist.get_rank(), lost))
+            # Nobody else knows what this rank has found out by itself, as who did not come to `meet`.
+            if alone and isinstance(error, RankFailure) and peers.lost in (None, error):
+                peers.tell(error.message, error.rank if error.rank >= 0 else None)
+                _peers.let_go()
             return lost
+        if not alone:
+            return error
         _log.error("rank %d failed before its fit began: %s", dist.get_rank(), _words.error(error), exc_info=error)
         peers.tell(_words.error(error))
         _peers.let_go()

@@ -8,7 +8,6 @@ from datetime import datetime
 
 from lightning_ft import _words
 from lightning_ft._history import timeline
-from lightning_ft.errors import CheckpointError
 from lightning_ft.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def age_secs(path: str, storage: Storage) -> float | None:
         return (
             None if manifest is None else max(0.0, time.time() - datetime.fromisoformat(manifest.created).timestamp())
         )
-    except (CheckpointError, OSError, ValueError) as error:
+    except Exception as error:  # see `last_step`
         _log.debug("the age of %s: %s", path, error)
         return None
 

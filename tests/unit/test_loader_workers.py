@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing import util
 from typing import Any
@@ -130,3 +131,22 @@ def test_what_was_there_is_there_again() -> None:
     before = there()
     shield(NUMBERS)()
     assert there() == before
+
+
+FORKSERVER = """
+import multiprocessing, signal
+from torch.utils.data import DataLoader
+from lightning_ft._preemption.loader_workers import shield
+
+stop = shield([signal.SIGTERM])
+assert len(list(DataLoader([0, 1], batch_size=None, num_workers=1, multiprocessing_context="forkserver"))) == 2
+stop()
+with multiprocessing.get_context("forkserver").Pool(1) as pool:
+    print(sorted(pool.apply(signal.pthread_sigmask, (signal.SIG_BLOCK, []))))
+"""
+
+
+def test_what_else_a_forkserver_starts_has_nothing_blocked() -> None:
+    """It is there from the first worker on, in a process of its own here: the tests' has one already."""
+    run = subprocess.run([sys.executable, "-c", FORKSERVER], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr

@@ -1,0 +1,59 @@
+"""Ranks that have not come to the process group, as long as it is waited for; without one."""
+
+from __future__ import annotations
+
+import queue
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from lightning_ft._hang.arrivals import Arrivals
+from lightning_ft.testing import _free_port
+
+WITHIN = timedelta(seconds=20)
+
+
+class Told(queue.Queue[list[int]]):
+    """What the watcher is told, one after the other."""
+
+    def next(self) -> list[int]:
+        return self.get(timeout=20)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """The store of the run, which rank 0 holds."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def arrivals(port: int, rank: int, told: Told, within: timedelta = WITHIN) -> Arrivals:
+    return Arrivals("127.0.0.1", port, rank, 3, told.put, within)
+
+
+def test_who_has_not_come_is_told_until_all_are_here(store: TCPStore) -> None:
+    told = Told()
+    waiting = arrivals(store.port, 0, told)
+    assert [told.next(), told.next()] == [[], [1, 2]]
+    store.set("lightning_ft/arrived/2", "")
+    assert told.next() == [1]
+    store.set("lightning_ft/arrived/1", "")
+    assert told.next() == []
+    waiting.close()
+
+
+def test_nobody_is_missing_when_the_group_is_there(store: TCPStore) -> None:
+    """It is there within milliseconds of the last rank, and nobody asks again."""
+    told = Told()
+    waiting = arrivals(store.port, 0, told)
+    assert [told.next(), told.next()] == [[], [1, 2]]
+    waiting.close()
+    assert told.next() == []
+
+
+def test_nor_when_the_store_has_not_answered_by_then() -> None:
+    told = Told()
+    waiting = arrivals(_free_port(), 1, told, timedelta(seconds=1))
+    assert told.next() == [0]
+    waiting.close()
+    assert told.next() == []
