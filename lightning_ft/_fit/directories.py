@@ -161,7 +161,7 @@ class Tiers:
             return
         info = verify(path, "listed", None if self.is_local(path) else self._options)
         if info.manifest is not None:
-            self.starts.begin(info.manifest.generation, info.name)
+            self.starts.begin(info.manifest.generation, info.path)
 
     def close(self) -> None:
         """The directories are free for others."""
@@ -259,7 +259,7 @@ class Tiers:
             pinned=self._pins(self.dirpath),
             given_up=given_up,
             trust=self._trust,
-            damaged=self.starts.damaged,
+            damaged=self.starts.damaged_in(self.dirpath),
         )
         if given_up:
             self.starts.forget(removed)
@@ -293,7 +293,8 @@ class Tiers:
         rotate(
             self.local.dirpath, newest, run_id, self.local.retention, None, manifest,
             pinned=(self._plugin.uploads.sources - done) | self._pins(self.local.dirpath),
-            given_up=self.starts.given_up, trust=self._local_trust, damaged=self.starts.damaged,
+            given_up=self.starts.given_up, trust=self._local_trust,
+            damaged=self.starts.damaged_in(self.local.dirpath),
         )  # fmt: skip
 
 

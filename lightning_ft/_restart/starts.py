@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_ft._names import STARTS_NAME, join
+from lightning_ft._names import STARTS_NAME, join, split
 from lightning_ft.errors import ConfigurationError, DirectoryInUseError, RestoreError
 from lightning_ft.exit_codes import ASKED_TO_END
 from lightning_ft.manifest import CheckpointInfo
@@ -43,7 +43,7 @@ class Starts:
     Attributes:
         limit: After so many starts the checkpoint before is taken.
         counts: By generation of the checkpoint.
-        damaged: The names of those that were found damaged, by generation.
+        damaged: The names of those in the directory of the file that were found damaged, by generation.
     """
 
     limit: int = 0
@@ -141,7 +141,8 @@ class StartCounter:
     def __init__(self, directories: Mapping[str, Storage], limit: int | None) -> None:
         self._directories = directories
         self._limit = limit
-        self._starts = Starts(limit or 0)
+        self._starts = Starts(limit or 0)  # but for what is damaged, which each directory has of its own
+        self._damaged: dict[str, dict[str, str]] = {dirpath: {} for dirpath in directories}
         self._generation: str | None = None  # of the checkpoint that this fit was started from and counted for
 
     def open(self, names: Iterable[str]) -> None:
@@ -159,36 +160,43 @@ class StartCounter:
                 known = self._starts.counts.get(generation, count)
                 most = known if known.starts >= count.starts else count
                 self._starts = replace(self._starts, counts={**self._starts.counts, generation: most})
-            if found is not None:
-                self._starts = replace(self._starts, damaged={**self._starts.damaged, **found.damaged})
-        if self._limit is None:
-            self._change(replace(self._starts.among(names), counts={}))
-        else:
-            self._change(self._starts.among(names))
+            self._damaged[dirpath] = dict((found or Starts()).damaged)
+        damaged = {
+            dirpath: {key: name for key, name in of.items() if name in names} for dirpath, of in self._damaged.items()
+        }
+        starts = self._starts.among(names)
+        self._change(replace(starts, counts={}) if self._limit is None else starts, damaged)
 
     @property
     def given_up(self) -> frozenset[str]:
         """Generations of the checkpoints from which nothing is to be started any more. Thread: any."""
         return frozenset(self._starts.given_up(self._limit))
 
-    @property
-    def damaged(self) -> frozenset[str]:
-        """Generations of the checkpoints that were found damaged. Thread: any."""
-        return frozenset(self._starts.damaged)
+    def damaged_in(self, dirpath: str) -> frozenset[str]:
+        """Generations of the checkpoints in `dirpath` that were found damaged. Thread: any.
+
+        A copy of one in another directory is of the same generation, and may be good.
+        """
+        return frozenset(self._damaged.get(dirpath, ()))
 
     def note_damaged(self, infos: Iterable[CheckpointInfo]) -> None:
         """These were read, and are not what was written. Thread: main. On disk after: that they are not."""
-        found = {info.manifest.generation: info.name for info in infos if info.manifest is not None}
-        self._change(replace(self._starts, damaged={**self._starts.damaged, **found}))
+        damaged = {dirpath: dict(of) for dirpath, of in self._damaged.items()}
+        for info in infos:
+            dirpath = split(info.path)[0]
+            if info.manifest is not None and dirpath in damaged:
+                damaged[dirpath][info.manifest.generation] = info.name
+        self._change(self._starts, damaged)
 
-    def begin(self, generation: str, name: str) -> None:
+    def begin(self, generation: str, path: str) -> None:
         """The fit starts from a checkpoint, which was not loaded yet. Thread: main. On disk after: the count."""
-        sound = {key: name for key, name in self._starts.damaged.items() if key != generation}  # it was, a while ago
-        starts = replace(self._starts, damaged=sound)
+        begun_in, name = split(path)
+        starts, damaged = self._starts, {dirpath: dict(of) for dirpath, of in self._damaged.items()}
+        damaged.get(begun_in, {}).pop(generation, None)  # it was, a while ago
         if self._limit is not None:
             self._generation = generation
             starts = starts.begun(generation, name)
-        self._change(starts)
+        self._change(starts, damaged)
 
     def take_back(self) -> None:
         """The fit ends, or has ended, and the checkpoint is not to blame; may be repeated. Thread: main."""
@@ -204,17 +212,20 @@ class StartCounter:
             self._change(replace(self._starts, counts=counts).progressed())
 
     def forget(self, names: Iterable[str]) -> None:
-        """These checkpoints were deleted. Thread: writer."""
-        gone = frozenset(names)
-        known = {*(of.name for of in self._starts.counts.values()), *self._starts.damaged.values()}
-        self._change(self._starts.among(known - gone))
+        """These checkpoints were deleted: none of them is a damaged one. Thread: writer."""
+        known = {of.name for of in self._starts.counts.values()}
+        self._change(self._starts.among(known.difference(names)))
 
-    def _change(self, starts: Starts) -> None:
-        """The files say `starts`, or are gone if that is nothing."""
-        if starts == self._starts:
-            return
-        self._starts = starts
+    def _change(self, counted: Starts, damaged: dict[str, dict[str, str]] | None = None) -> None:
+        """The files say `counted`, each with what is `damaged` there, or are gone if that is nothing."""
+        before = {dirpath: replace(self._starts, damaged=of) for dirpath, of in self._damaged.items()}
+        self._starts = counted
+        if damaged is not None:
+            self._damaged = damaged
         for dirpath, storage in self._directories.items():
+            starts = replace(counted, damaged=self._damaged[dirpath])
+            if starts == before[dirpath]:
+                continue
             path = join(dirpath, STARTS_NAME)
             if starts.counts or starts.damaged:
                 self._tried(path, lambda: storage.replace(path, starts.to_bytes()))  # noqa: B023 - called at once

@@ -218,6 +218,28 @@ def test_which_ends_tell_nothing_of_the_checkpoint(error: BaseException, no_faul
     assert is_no_fault(error) is no_fault
 
 
+# -- damage ------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_copy_says_nothing_of_the_other(tmp_path: Path) -> None:
+    """They are of one generation. Neither is the one damaged for the other's sake, nor that one good."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    for dirpath in (local, remote):
+        ours(dirpath, 1)
+    storages = {str(remote): Storage(), str(local): Storage()}
+    found = StartCounter(storages, 3)
+    found.note_damaged(list_checkpoints(str(local)))
+    assert (found.damaged_in(str(local)), found.damaged_in(str(remote))) == ({"g1"}, frozenset())
+    found.begin("g1", str(remote / checkpoint_name(1)))
+    found.forget([checkpoint_name(1)])  # of the good one: a damaged one is never deleted
+
+    again = StartCounter(storages, 3)
+    again.open([checkpoint_name(1), STARTS_NAME])
+    assert (again.damaged_in(str(local)), again.damaged_in(str(remote))) == ({"g1"}, frozenset())
+    again.begin("g1", str(local / checkpoint_name(1)))  # it was repaired
+    assert again.damaged_in(str(local)) == frozenset()
+
+
 # -- choosing ----------------------------------------------------------------------------------------------------
 
 
