@@ -1,1 +1,1 @@
-"""One fit: its life, what is due at its boundaries, what ends it, and the one place that reaches into Lightning."""
+"""One fit: its life, what is due at its boundaries, what ends it, and how it reaches into Lightning's loops."""

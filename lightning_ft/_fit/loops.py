@@ -1,4 +1,4 @@
-"""The one place that reaches into Lightning's loops: where its hooks end, and the counters it keeps.
+"""How this package reaches into Lightning's loops: where its hooks end, and the counters it keeps.
 
 Lightning has no hook at the end of a step. `on_train_batch_end` comes before the module's own hook of that name,
 before a due validation, and before the counters and step-wise plateau schedulers move on, so a checkpoint made there
