@@ -64,7 +64,7 @@ def test_one_callback_or_plugin_needs_no_list() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"callbacks": "EarlyStopping"}, {"guards": ft.PreemptionGuard()}, {"guards": "all"}]
+    "arguments", [{"callbacks": "EarlyStopping"}, {"guards": ft.DivergenceGuard()}, {"guards": "all"}]
 )
 def test_what_is_no_list_of_these_is_named(arguments: dict[str, Any]) -> None:
     (name,) = arguments
