@@ -104,10 +104,19 @@ def test_but_not_their_parents_own(loader: Any) -> None:
     base._worker_pids_set = False
 
 
+UNSHIELDED = """
+from torch.utils.data import DataLoader
+from tests.unit.test_loader_workers import Signalled
+
+list(DataLoader(Signalled(), batch_size=None, num_workers=1))
+"""
+
+
 def test_without_it_they_die() -> None:
-    """Which is an error in the middle of whatever the training is doing."""
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(DataLoader(Signalled(), batch_size=None, num_workers=1))
+    """Which is an error in the middle of whatever the training is doing: torch raises it in a handler of SIGCHLD."""
+    run = subprocess.run([sys.executable, "-c", UNSHIELDED], capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 1
+    assert "RuntimeError: DataLoader worker" in run.stderr
 
 
 @pytest.mark.usefixtures("shielded")
