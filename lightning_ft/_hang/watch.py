@@ -25,6 +25,7 @@ from lightning_ft._fit import loops
 from lightning_ft._fit.watch import Fit, Request, Watch
 from lightning_ft._hang import headway
 from lightning_ft._hang.arrivals import Arrivals
+from lightning_ft._ranks.peers import agent_shares_its_store
 from lightning_ft._watcher import peers
 from lightning_ft._watcher.limits import Limits
 from lightning_ft._watcher.page import Cell, Phase
@@ -52,9 +53,9 @@ class Armed:
         self._pid = os.getpid()
         self._main = threading.get_ident()
         self._written: set[str] = set()
-        self._stop_listening = [headway.listen(self.headway), events.observe(self._event)]
+        self._stop_listening = [headway.listen(self._headway), events.observe(self._event)]
 
-    def headway(self) -> None:
+    def _headway(self) -> None:
         # Not atomic: one of two at the same time may be lost, but not the last one for long.
         self.cells[Cell.PROGRESS if threading.get_ident() == self._main else Cell.SAVE_PROGRESS] += 1
 
@@ -65,7 +66,7 @@ class Armed:
         elif isinstance(event, (events.Committed, events.SaveFailed, events.SaveSkipped)):
             self._written.discard(event.path)
         self.cells[Cell.SAVES_OVER] = self.cells[Cell.SAVES_BEGUN] - len(self._written)
-        self.headway()
+        self._headway()
 
     @property
     def of_this_process(self) -> bool:
@@ -115,8 +116,7 @@ def awaited(trainer: pl.Trainer) -> Iterator[None]:
     Not where torchrun shares its own store with its workers: that one knows of ranks of an earlier start.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if _armed is None or environment is None or shared or dist.is_initialized():
+    if _armed is None or environment is None or agent_shares_its_store() or dist.is_initialized():
         yield
         return
     rank = trainer.global_rank

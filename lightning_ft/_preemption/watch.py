@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from lightning_ft._fit import loops
 from lightning_ft._fit.watch import Fit, Request, Watch
 from lightning_ft._preemption import grace, loader_workers, own_signals, signals, slurm
 from lightning_ft._preemption.save_now import SaveNow
+from lightning_ft._ranks.peers import agent_shares_its_store
 from lightning_ft.errors import CheckpointError
 from lightning_ft.exit_codes import INTERRUPTED, PREEMPTED, PREEMPTED_UNSAVED
 from lightning_ft.guards.preemption import PreemptionGuard
@@ -279,7 +279,7 @@ def _interrupt_ends_at_once() -> None:
 
 def _warn_of_shared_store() -> None:
     """With torch 2.13 the workers of a restart find the addresses of the dead ones in the agent's store, and hang."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if agent_shares_its_store():
         _log.warning(
             "torchrun shares its store with its workers (TORCHELASTIC_USE_AGENT_STORE=True). Only if a worker is lost, "
             "the restarted ones may hang in init_process_group with gloo; to rule that out, start torchrun with "

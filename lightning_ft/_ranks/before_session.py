@@ -18,7 +18,6 @@ there it ends the other workers by itself, as does the process that has spawned 
 from __future__ import annotations
 
 import logging
-import os
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from lightning_ft import _words
 from lightning_ft._ranks import peers as _peers
 from lightning_ft._ranks.dist import is_everywhere
 from lightning_ft._ranks.exceptions import lost_peer
-from lightning_ft._ranks.peers import Peers, Place
+from lightning_ft._ranks.peers import Peers, Place, agent_shares_its_store
 from lightning_ft.errors import RankFailure
 
 _log = logging.getLogger(__name__)
@@ -48,8 +47,12 @@ class Early:
     def begin(self) -> None:
         """This rank hears of others that fail, if there are any, from now on. May be repeated."""
         global _begun
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._begun or shared or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if (
+            self._begun
+            or agent_shares_its_store()
+            or not (dist.is_available() and dist.is_initialized())
+            or dist.get_world_size() == 1
+        ):
             return
         self._begun = True
         _begun += 1

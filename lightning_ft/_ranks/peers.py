@@ -195,7 +195,7 @@ class Peers:
 
     def _without_store(self, reason: str) -> RankFailure | None:
         """Who is to blame when the store does not answer: rank 0 holds it, if torchrun's agent does not."""
-        if self._rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self._rank == 0 or agent_shares_its_store():
             return None
         return RankFailure(0, f"it is gone or cannot be reached, and with it the store of the run ({reason})")
 
@@ -252,6 +252,11 @@ class Peers:
         finally:
             logging.shutdown()
             os._exit(PEER_LOST)
+
+
+def agent_shares_its_store() -> bool:
+    """Whether the process group is made over the store of torchrun's own agent, which outlives a start."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def lost(failure: RankFailure) -> PeerLostError:
