@@ -77,6 +77,8 @@ class Tiers:
         if local is not None:
             storages[local.dirpath] = Storage()
         self.starts = StartCounter(storages, give_up_after)
+        self.begun_from: Manifest | None = None
+        """Of the checkpoint that `start_from` was told; None too if it has none. Rank 0 knows it."""
         self._trust = Trust(self._options) if read else None
         self._local_trust = Trust(None) if read else None
 
@@ -160,6 +162,7 @@ class Tiers:
         if self._plugin is None or not self.has(path):
             return
         info = verify(path, "listed", None if self.is_local(path) else self._options)
+        self.begun_from = info.manifest
         if info.manifest is not None:
             self.starts.begin(info.manifest.generation, info.path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from datetime import datetime, timezone
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +31,7 @@ from lightning_ft._fit.saves import Saves
 from lightning_ft._fit.settings import Settings
 from lightning_ft._fit.watch import Fit
 from lightning_ft._history.pace import Pace
+from lightning_ft._inspection.survey import age_secs
 from lightning_ft._names import KEY
 from lightning_ft._ranks.dist import Ranks
 from lightning_ft._ranks.exceptions import Exceptions
@@ -238,9 +240,9 @@ class Session:
         """The report of the restart begins with what this start is. Ranks: zero. Blocks on: reading small files."""
         assert self._restore is not None
         storage = Storage(self._plugin.storage_options if self._plugin is not None else None)
-        read_from = Storage() if self._tiers.is_local(path) else storage
         report = self._restore.report
-        report.start = resumption.of_start(self._line.start, self.run_id, path, resumption.age_secs(path, read_from))
+        age = age_secs(self._tiers.begun_from, datetime.now(timezone.utc))
+        report.start = resumption.of_start(self._line.start, self.run_id, path, age)
         if continues:
             report.again = resumption.of_steps(saved["step"], resumption.last_step(self._dirpath, storage))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from datetime import datetime
 
 from lightning_ft import _words
 from lightning_ft._history import timeline
@@ -31,21 +29,9 @@ def last_step(dirpath: str, storage: Storage) -> int | None:
     return None
 
 
-def age_secs(path: str, storage: Storage) -> float | None:
-    """How long ago the checkpoint was saved, by the clocks of who saved it and of this machine; None: nobody knows."""
-    try:
-        manifest, _ = storage.read_manifest(path)
-        return (
-            None if manifest is None else max(0.0, time.time() - datetime.fromisoformat(manifest.created).timestamp())
-        )
-    except Exception as error:  # see `last_step`
-        _log.debug("the age of %s: %s", path, error)
-        return None
-
-
 def of_start(start: int, run_id: str, path: str, age: float | None) -> str:
     """Which start it is, and from what."""
-    old = "" if age is None else f", saved {_words.age(age)} ago"
+    old = "" if age is None else f", saved {_words.age(max(0.0, age))} ago"  # clocks of two machines may differ
     return f"start {start} of run {run_id[:8]}: restored from {path}{old}"
 
 

@@ -10,9 +10,13 @@ class StoreError(Exception):
     """As clients of stores raise them: derived from nothing that we know."""
 
 
-def test_an_age_that_cannot_be_read_is_not_known() -> None:
+def test_event_files_that_cannot_be_read_tell_nothing() -> None:
     class Unreachable(Storage):
-        def read_manifest(self, path: str) -> tuple[None, int]:
+        def listdir(self, dirpath: str) -> list[str]:
             raise StoreError("503")
 
-    assert resumption.age_secs("store://run/step=00000001.ckpt", Unreachable()) is None
+    assert resumption.last_step("store://run", Unreachable()) is None
+
+
+def test_a_clock_that_is_behind_makes_no_negative_age() -> None:
+    assert resumption.of_start(2, "0123456789", "runs/1/a.ckpt", -3.0).endswith(", saved 0 s ago")
