@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -19,6 +21,7 @@ from tests.trainer import scenarios as s
 
 STEP = 3
 """After so many steps it happens."""
+WITHIN_SECS = 60.0
 
 
 class Ends(s.Net):
@@ -45,22 +48,39 @@ class Ends(s.Net):
         return loss
 
 
-def write_slowly(event: events.Event) -> None:
-    """The write of that step goes on while the ranks end."""
-    if isinstance(event, events.DataWritten) and f"step={STEP:08}" in event.path:
-        time.sleep(2)
-
-
 class SlowWrites(Callback):
+    """The write of that step, by rank 0, is not over before rank 1 has ended."""
+
+    def __init__(self, place: str) -> None:
+        self.other = Path(place) / "rank1.pid"
+
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        events.observe(write_slowly)
+        if trainer.global_rank == 1:
+            self.other.parent.mkdir(exist_ok=True)
+            self.other.write_text(str(os.getpid()))
+        events.observe(self.outlast)
+
+    def outlast(self, event: events.Event) -> None:
+        if isinstance(event, events.DataWritten) and f"step={STEP:08}" in event.path:
+            process = Path("/proc") / self.other.read_text() / "stat"
+            until = time.monotonic() + WITHIN_SECS
+            while is_running(process):
+                assert time.monotonic() < until, "rank 1 waits for the write"
+                time.sleep(0.01)
+
+
+def is_running(stat: Path) -> bool:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def main(place: str, strategy: str, way: str) -> None:
     guards: list[Any] = [ft.PreemptionGuard(), ft.DivergenceGuard()]
     if way == "hung":
         guards.append(ft.HangGuard(step_timeout=timedelta(seconds=3)))
-    slow = (SlowWrites,) if way in ("failed", "lost", "diverged") else ()
+    slow = (partial(SlowWrites, place),) if way in ("failed", "lost") else ()  # else rank 1 waits for it
     trainer = s.trainer(
         place, every=1, max_steps=8, strategy=strategy, devices=2, callbacks=slow, ft_args={"guards": guards}
     )
