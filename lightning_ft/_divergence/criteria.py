@@ -118,16 +118,13 @@ class Course:
             return bad, Move.WARN
         if bad.in_a_row <= guard.patience and (undone or badness == Badness.HIGH):
             return bad, Move.LEAVE_OUT if undone else Move.TOLERATE
-        return self._acting(guard)
-
-    def _acting(self, guard: DivergenceGuard) -> tuple[Course, Move]:
-        if guard.action == "rollback" and self.rollbacks < guard.max_rollbacks:
-            return replace(self, rollbacks=self.rollbacks + 1), Move.ROLL_BACK
-        return self, Move.STOP
+        return self.without_tolerance(guard)
 
     def without_tolerance(self, guard: DivergenceGuard) -> tuple[Course, Move]:
         """The same, for a step that cannot be left out without harm."""
-        return self._acting(guard)
+        if guard.action == "rollback" and self.rollbacks < guard.max_rollbacks:
+            return replace(self, rollbacks=self.rollbacks + 1), Move.ROLL_BACK
+        return self, Move.STOP
 
 
 def is_worth_a_line(count: int) -> bool:
