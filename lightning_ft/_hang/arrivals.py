@@ -1,15 +1,18 @@
 """Which ranks have come to the process group, known while this one waits there, and told to its watcher.
 
 Until the group exists the ranks cannot tell each other anything, and `init_process_group` does not say for whom it
-waits. But the store that it is made over is there as soon as rank 0 is, and takes other connections.
+waits. But the store that it is made over is there as soon as rank 0 is, and takes other connections. The watchers meet
+over it, too: rank 0 takes the store with it when it ends, so all that have come have to end before, together.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -29,17 +32,26 @@ class Arrivals:
         port: Its port.
         rank: Of this process.
         world_size: How many ranks there will be.
-        told: Called with the ranks that have not come, whenever others are missing than before, and with none of them
-            after `close`. Thread: another one.
+        told: Called with the ranks that have not come, whenever others are missing than before, and with the `place` of
+            rank 0, None until that has come. With no ranks after `close`. Thread: another one.
         within: How long rank 0 is waited for.
+        place: Where this rank's watcher is to be found; plain values.
     """
 
     THREAD = "lightning-ft-arrivals"
 
     def __init__(
-        self, host: str, port: int, rank: int, world_size: int, told: Callable[[list[int]], None], within: timedelta
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        told: Callable[[list[int], dict[str, Any] | None], None],
+        within: timedelta,
+        place: dict[str, Any] | None = None,
     ) -> None:
         self._rank = rank
+        self._place = place
         self._keys = [f"lightning_ft/arrived/{number}" for number in range(world_size)]
         self._told = told
         self._over = threading.Event()
@@ -51,14 +63,17 @@ class Arrivals:
 
     def _ask(self, host: str, port: int, within: timedelta) -> None:
         absent = [] if self._rank == 0 else [0]  # who brings the store
-        self._told(absent)
+        place = None
+        self._told(absent, place)
         try:
             store = TCPStore(host, port, is_master=False, timeout=within, wait_for_workers=False)
-            store.set(self._keys[self._rank], "")
+            store.set(self._keys[self._rank], json.dumps(self._place))
             while True:
                 before, absent = absent, [rank for rank, key in enumerate(self._keys) if not store.check([key])]
+                if place is None and 0 not in absent:
+                    place = json.loads(store.get(self._keys[0]))
                 if absent != before:
-                    self._told(absent)
+                    self._told(absent, place)
                 if not absent:
                     return
                 if self._over.wait(_LOOK_EVERY_SECS):
@@ -67,4 +82,4 @@ class Arrivals:
             _log.debug("who comes to the process group is not known: %s", unreachable)
             if not self._over.is_set():
                 return
-        self._told([])
+        self._told([], place)

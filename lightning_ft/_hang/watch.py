@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,6 +52,8 @@ class Armed:
         self._pid = os.getpid()
         self._main = threading.get_ident()
         self._written: set[str] = set()
+        self._place: dict[str, Any] | None = None
+        self._listener: socket.socket | None = None
         self._stop_listening = [headway.listen(self._headway), events.observe(self._event)]
 
     def _headway(self) -> None:
@@ -67,6 +68,23 @@ class Armed:
             self._written.discard(event.path)
         self.cells[Cell.SAVES_OVER] = self.cells[Cell.SAVES_BEGUN] - len(self._written)
         self._headway()
+
+    def place(self, host: str, world_size: int) -> dict[str, Any]:
+        """Where the other ranks' watchers find this one, by the name or address `host`; asked again, the same.
+
+        Ranks: 0.
+        """
+        if self._place is None:
+            if world_size > 1:
+                self._listener = peers.listen(host)
+            port = self._listener.getsockname()[1] if self._listener else 0
+            self._place = {"host": host, "port": port, "token": secrets.token_hex(16), "world_size": world_size}
+        return self._place
+
+    def take_place(self, place: Mapping[str, Any], rank: int, **absent: list[int]) -> None:
+        """The watcher knows where it belongs, see `Watching.take_place`."""
+        listener, self._listener = self._listener, None
+        self.watching.take_place({**place, "rank": rank, **absent}, listener)
 
     @property
     def of_this_process(self) -> bool:
@@ -113,17 +131,24 @@ def arm(guard: HangGuard) -> Armed:
 def awaited(trainer: pl.Trainer) -> Iterator[None]:
     """The process group is made in here; if this process is watched and hangs there, it is said for which ranks.
 
-    Not where torchrun shares its own store with its workers: that one knows of ranks of an earlier start.
+    Those that have come end together then, as in a fit. Not where torchrun shares its own store with its workers: that
+    one knows of ranks of an earlier start.
     """
+    armed = _armed
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if _armed is None or environment is None or agent_shares_its_store() or dist.is_initialized():
+    if armed is None or environment is None or agent_shares_its_store() or dist.is_initialized():
         yield
         return
-    rank = trainer.global_rank
-    arrivals = Arrivals(
-        environment.main_address, environment.main_port, rank, trainer.world_size,
-        told=partial(_armed.watching.tell, rank), within=_armed.startup_timeout,
-    )  # fmt: skip
+    host, port, rank = environment.main_address, environment.main_port, trainer.global_rank
+    own = None
+    if rank == 0:
+        own = armed.place(host, trainer.world_size)
+        armed.take_place(own, rank, absent=[])
+
+    def told(absent: list[int], place: dict[str, Any] | None) -> None:
+        armed.take_place(place or {}, rank, absent=absent)
+
+    arrivals = Arrivals(host, port, rank, trainer.world_size, told, armed.startup_timeout, own)
     try:
         yield
     finally:
@@ -157,22 +182,12 @@ class HangWatch(Watch):
             self._undo.append(loops.around(fit.plugin, "drain", inside=self._saving))
 
     def _meet(self) -> None:
-        """The ranks' watchers know each other."""
+        """The ranks' watchers know each other, if they did not yet."""
         ranks = self._fit.ranks
         # Under this name every rank has found rank 0 before.
         host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-        listeners: list[socket.socket] = []
-
-        def listen() -> dict[str, Any]:
-            if ranks.world_size > 1:
-                listeners.append(peers.listen(host))
-            port = listeners[0].getsockname()[1] if listeners else 0
-            return {"host": host, "port": port, "token": secrets.token_hex(16)}
-
-        place = ranks.decide(listen)
-        self._armed.watching.take_place(
-            {**place, "rank": ranks.rank, "world_size": ranks.world_size}, listeners[0] if listeners else None
-        )
+        place = ranks.decide(lambda: self._armed.place(host, ranks.world_size))
+        self._armed.take_place(place, ranks.rank)
 
     def open(self) -> None:
         progress = loops.progress(self._fit.trainer)

@@ -23,7 +23,7 @@ from lightning_ft._watcher.limits import Limits, Overdue, Vigil
 from lightning_ft._watcher.page import Page, Seen
 from lightning_ft._watcher.peers import Connection, connect
 from lightning_ft._watcher.process import IGNORED, RELEASE, Watched, workers_of
-from lightning_ft._watcher.report import Status, arranged, not_come, verdict, where
+from lightning_ft._watcher.report import Status, arranged, verdict, where
 
 ANSWER_SECS = 5.0
 """So long a rank that hangs waits for what the other ranks' watchers have to say."""
@@ -62,7 +62,8 @@ class Watcher:
         self._rank = 0
         self._world_size = 1
         self._token = ""
-        self._absent: list[int] = []  # of those that this one waits for before they all know each other
+        self._all_met = False
+        self._absent: set[int] = set()  # of those that this one waits for before all have met
         self._listener: socket.socket | None = None
         self._connections: list[Connection] = []
         self._moved_at = time.monotonic()
@@ -70,6 +71,7 @@ class Watcher:
         # What was heard of other watchers.
         self._statuses: dict[int, Status] = {}
         self._call: dict[str, Any] | None = None  # a rank hangs: of ``hung`` or ``ask``
+        self._told: list[tuple[str, dict[str, Any]]] = []  # to all of them
         self._verdict: str | None = None
         self._unsettled: set[int] = set()
         self._told_to_leave = False
@@ -116,18 +118,20 @@ class Watcher:
             # Its end alone: the process is ending, or has become another program.
             self._released = data == RELEASE or not self._watched.wait(ENDING_SECS)
             return
-        place = json.loads(data)
-        if "absent" in place:
-            if not self._token:  # else it was on its way for long
-                self._rank, self._absent = place["rank"], place["absent"]
-            return
-        self._absent = []
-        self._rank, self._world_size = place["rank"], place["world_size"]
-        self._token = place["token"]
         for _, _, content in ancillary:
             self._listener = socket.socket(fileno=array.array("i", content[:4])[0])
             self._selector.register(self._listener, selectors.EVENT_READ)
-        if self._world_size > 1 and self._listener is None:
+        self._take_place(json.loads(data))
+
+    def _take_place(self, place: dict[str, Any]) -> None:
+        self._rank = place["rank"]
+        self._all_met = self._all_met or "absent" not in place
+        # Who is absent may have been on its way for long.
+        self._absent = set() if self._all_met else set(place["absent"])
+        if place.get("token", self._token) == self._token:
+            return
+        self._token, self._world_size = place["token"], place["world_size"]
+        if self._rank != 0:
             zero = connect(place["host"], place["port"], {"rank": self._rank, "token": self._token})
             if zero is None:
                 self._say(f"rank {self._rank}: no way to rank 0's watcher at {place['host']}, port {place['port']}")
@@ -155,6 +159,8 @@ class Watcher:
                     connection.open = False
                     break
                 connection.rank = int(message["rank"])
+                for kind, content in self._told:
+                    connection.send(kind, **content)
             else:
                 self._take(connection.rank, message)
         if not connection.open:
@@ -181,6 +187,8 @@ class Watcher:
             self._left.add(rank)
 
     def _tell_all(self, kind: str, **content: Any) -> None:
+        """Those, too, that connect later: while the ranks meet, one may come when the others are ending."""
+        self._told.append((kind, content))
         for connection in self._connections:
             connection.send(kind, **content)
 
@@ -222,7 +230,7 @@ class Watcher:
             called = call["kind"] == "own"
             self._tell_all("hung" if called else "status", status=own.to_message(), **(content if called else {}))
         if leads:
-            self._until(lambda: len(self._statuses) == self._world_size, ANSWER_SECS)
+            self._until(lambda: len(self._statuses.keys() | self._absent) >= self._world_size, ANSWER_SECS)
             self._verdict = self._judge(call["reason"])
             self._tell_all("verdict", text=self._verdict)
         else:
@@ -242,9 +250,7 @@ class Watcher:
         if self._world_size > 1 and self._listener is None and not self._connections:
             known = ", ".join(str(status.rank) for status in statuses)
             return verdict(f"{reason}; watchers of other ranks than {known} cannot be reached", statuses, len(statuses))
-        if self._absent:
-            return verdict(reason, statuses, 1) + "\n" + not_come(self._absent)
-        return verdict(reason, statuses, self._world_size)
+        return verdict(reason, statuses, self._world_size, self._absent - self._statuses.keys())
 
     def _settle(self, own: Status, leads: bool) -> None:
         """No save is being written, here and, if this one leads, elsewhere; or it took too long."""

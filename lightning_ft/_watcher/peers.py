@@ -1,6 +1,7 @@
 """The watchers of all ranks know each other: rank 0's listens, and the others have a connection to it.
 
-Nothing is said on it until a rank hangs. No process group is involved: that is what hangs.
+Nothing is said on it until a rank hangs. No process group is involved: that is what hangs. Who connects when something
+was said already, because it has come later, hears that first.
 
 ==========  ===========  ====================================================================================
 Message     From         Meaning

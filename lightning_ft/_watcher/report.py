@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
@@ -90,30 +90,22 @@ def late(statuses: Sequence[Status], world_size: int) -> list[int]:
     return sorted(behind) if len(behind) < len(statuses) else []
 
 
-def verdict(reason: str, statuses: Sequence[Status], world_size: int) -> str:
-    """The lines that every watcher prints."""
-    names = late(statuses, world_size)
-    seen = {status.rank for status in statuses}
+def verdict(reason: str, statuses: Sequence[Status], world_size: int, absent: Collection[int] = ()) -> str:
+    """The lines that every watcher prints; `absent` are ranks that have not come to where all are to meet."""
+    names, how = sorted(absent), ": not come to the process group"
+    if not absent:
+        names, how = late(statuses, world_size) if world_size > 1 else [], ""
+    seen = {status.rank for status in statuses} | set(absent)
     held_up = [status for status in statuses if status.where and (world_size == 1 or status.rank in names)]
     lines = ["; ".join([reason, *(f"rank {status.rank} is at {status.where}" for status in held_up[:1])])]
-    if world_size > 1:
-        if names:
-            lines.append(_late(names))
-        else:
-            lines.append("late: nobody in particular, all ranks have come equally far")
+    if names:
+        lines.append(f"late: rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}{how}")
+    elif world_size > 1:
+        lines.append("late: nobody in particular, all ranks have come equally far")
     lines += [status.line() for status in sorted(statuses, key=lambda status: status.rank)]
     if world_size > 1:
         lines += [f"rank {rank}: its watcher does not answer" for rank in sorted(set(range(world_size)) - seen)]
     return "\n".join(lines)
-
-
-def not_come(ranks: Sequence[int]) -> str:
-    """The line about ranks that others wait for where they are to meet."""
-    return f"{_late(ranks)}: not come to the process group"
-
-
-def _late(ranks: Sequence[int]) -> str:
-    return f"late: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def arranged(stacks: str) -> str:

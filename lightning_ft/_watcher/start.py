@@ -90,28 +90,23 @@ class Watching:
         """Whether the watcher is there."""
         return self._process.poll() is None
 
-    def take_place(self, place: Mapping[str, Any], listener: socket.socket | None) -> None:
+    def take_place(self, place: Mapping[str, Any], listener: socket.socket | None = None) -> None:
         """The watcher knows which rank it watches and how to reach the others; `listener`, rank 0's, is its own now.
 
+        Thread: any. May be repeated, with the same place.
+
         Args:
-            place: `rank`, `world_size`, `token`, and of the watcher of rank 0 `host` and `port`.
+            place: `rank`; `world_size`, `token`, and of the watcher of rank 0 `host` and `port`, as soon as they are
+                known; `absent`, the ranks for which this one waits, as long as not all of them have met.
             listener: Of rank 0, see `peers.listen`.
         """
         fds = (
             [] if listener is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))]
         )
-        with contextlib.suppress(OSError):  # a watcher that has died is found by `alive`
+        with contextlib.suppress(OSError):  # a watcher that has died is found by `alive`; or nobody watches any more
             self._control.sendmsg([json.dumps(place).encode()], fds)
         if listener is not None:
             listener.close()
-
-    def tell(self, rank: int, absent: list[int]) -> None:
-        """The watcher knows who it watches, and for which ranks that one waits before they all know each other.
-
-        Thread: any.
-        """
-        with contextlib.suppress(OSError):  # see `take_place`; or this process is watched no longer
-            self._control.send(json.dumps({"rank": rank, "absent": absent}).encode())
 
     def close(self) -> None:
         """Nobody watches this process any more, and the watcher is gone. May be repeated."""

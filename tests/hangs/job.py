@@ -108,15 +108,17 @@ def main() -> None:
     watching = Watching(Limits(startup_secs=1.0, step_secs=2.0), CODE)
     print(watching.pid, os.getpid(), flush=True)
     if more:
-        _take_place(watching, int(more[0]), more[1])
+        _take_place(watching, int(more[0]), more[1], [int(rank) for rank in more[2:]])
     function: Callable[..., None] = globals()[what]
     function(*([watching] if function.__code__.co_argcount else []))
 
 
-def _take_place(watching: Watching, rank: int, path: str) -> None:
+def _take_place(watching: Watching, rank: int, path: str, absent: list[int]) -> None:
+    """One of two ranks, which have met; or of four, which wait for `absent` yet."""
     if rank == 0:
         listener = peers.listen("127.0.0.1")
-        place = {"host": "127.0.0.1", "port": listener.getsockname()[1], "token": "secret", "world_size": 2}
+        port, world_size = listener.getsockname()[1], 4 if absent else 2
+        place = {"host": "127.0.0.1", "port": port, "token": "secret", "world_size": world_size}
         with open(path + ".new", "w") as file:
             json.dump(place, file)
         os.rename(path + ".new", path)
@@ -127,8 +129,11 @@ def _take_place(watching: Watching, rank: int, path: str) -> None:
             watching.page.cells[Cell.PROGRESS] += 1
         with open(path) as file:
             place = json.load(file)
+    if absent:
+        watching.take_place({**place, "rank": rank, "absent": absent}, listener)
+        return
     watching.take_place({**place, "rank": rank}, listener)
-    watching.tell(rank, [1 - rank])  # which was on its way for long, and is not so any more
+    watching.take_place({"rank": rank, "absent": [1 - rank]})  # which was on its way for long, and is not so any more
     until = time.monotonic() + 1  # until they have met
     while time.monotonic() < until:
         watching.page.cells[Cell.PROGRESS] += 1

@@ -105,13 +105,29 @@ def test_the_late_rank_of_two_is_named_and_both_end(tmp_path: Path, what: str) -
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("absent", [1, 0])
-def test_a_rank_that_does_not_come_to_the_process_group_is_named(tmp_path: Path, absent: int) -> None:
-    outcomes = ranks.run(trainings.one_is_absent, tmp_path, str(tmp_path / "checkpoints"), absent, world_size=3)
+@pytest.mark.parametrize(
+    ("absent", "startup_secs"),
+    [
+        pytest.param(0, [6, 6, 6], id="the one with the store"),
+        pytest.param(1, [6, 6, 6], id="another"),
+        pytest.param(1, [6, 6, 600], id="the one with the store ends the others before it ends"),
+        pytest.param(1, [600, 6, 6], id="another asks for the end of all"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_process_group_is_named(
+    tmp_path: Path, absent: int, startup_secs: list[float]
+) -> None:
+    dirpath = str(tmp_path / "checkpoints")
+    outcomes = ranks.run(trainings.one_is_absent, tmp_path, dirpath, absent, startup_secs, world_size=3)
+    here = sorted({0, 1, 2} - {absent})
     assert [outcome.exit_code for outcome in outcomes] == [0 if rank == absent else 78 for rank in range(3)]
-    for rank in set(range(3)) - {absent}:
+    for rank in here:
         assert f"late: rank {absent}: not come to the process group" in said(tmp_path, rank)
-        assert re.search(rf"hang: the start has not gone on for \S+ s on rank {rank} ", said(tmp_path, rank))
+        hung = re.search(r"hang: the start has not gone on for \S+ s on rank (\d) ", said(tmp_path, rank))
+        assert hung
+        assert startup_secs[int(hung[1])] == 6
+        if absent != 0:  # else there is nothing over which they could meet
+            assert all(f"rank {other} (" in said(tmp_path, rank) for other in here)
 
 
 def unlink_when_said(block: Path, root: Path) -> None:

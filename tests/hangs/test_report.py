@@ -86,6 +86,19 @@ def test_one_rank_alone_is_not_late() -> None:
     assert "late" not in verdict("hang", [ZERO], 1)
 
 
+@pytest.mark.parametrize(
+    ("absent", "world_size", "lines"),
+    [
+        ([2], 3, ["late: rank 2: not come to the process group", "rank 1: its watcher does not answer"]),
+        ([2, 1], 3, ["late: ranks 1, 2: not come to the process group"]),
+        ([3], 1, ["late: rank 3: not come to the process group"]),  # before anything else is known
+    ],
+)
+def test_who_has_not_come_is_late(absent: list[int], world_size: int, lines: list[str]) -> None:
+    text = verdict("hang", [ZERO], world_size, absent)
+    assert [line for line in text.splitlines()[1:] if not line.startswith("rank 0 (")] == lines
+
+
 def test_a_status_travels() -> None:
     assert Status.from_message(ONE.to_message()) == ONE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,8 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from lightning_ft._watcher import peers
+from lightning_ft._watcher.page import Phase
+from lightning_ft._watcher.report import Status
 
 ROOT = Path(__file__).parents[2]
 WITHIN_SECS = 60
@@ -193,3 +199,48 @@ def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_p
     os.kill(zero.watcher, signal.SIGKILL)
     assert one.end() == 78
     assert "watchers of other ranks than 1 cannot be reached" in one.errors
+
+
+def others_watcher(place: Path, rank: int) -> peers.Connection:
+    """As the watcher of another rank has it to that of rank 0."""
+    until = time.monotonic() + WITHIN_SECS
+    while not place.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    where = json.loads(place.read_text())
+    connection = peers.connect(where["host"], where["port"], {"rank": rank, "token": where["token"]})
+    assert connection is not None
+    connection.socket.settimeout(WITHIN_SECS)
+    return connection
+
+
+def heard(connection: peers.Connection, *kinds: str) -> list[dict[str, Any]]:
+    """The next messages, which are of these kinds."""
+    messages: list[dict[str, Any]] = []
+    while connection.open and len(messages) < len(kinds):
+        messages += connection.receive()
+    assert [message["kind"] for message in messages] == list(kinds)
+    return messages
+
+
+def test_who_comes_while_the_others_are_ending_ends_with_them(jobs: list[Job], tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    jobs.append(zero := Job("it_sleeps", "0", str(place), "3"))
+    one = others_watcher(place, 1)
+    (asked,) = heard(one, "ask")
+    two = others_watcher(place, 2)
+    assert heard(two, "ask") == [asked]
+    for number, connection in enumerate((one, two), start=1):
+        status = Status(number, "here", number, Phase.STARTUP, 0, 0, "sleeping", 1.0)
+        connection.send("status", status=status.to_message())
+    (said,) = heard(one, "verdict")
+    assert heard(two, "verdict") == [said]
+    assert "late: rank 3: not come to the process group" in said["text"]
+    assert "its watcher does not answer" not in said["text"]
+    for connection in (one, two):
+        connection.send("settled")
+        heard(connection, "leave")
+        connection.send("left")
+    assert zero.end() == 78
+    assert f"rank 0 (pid {zero.pid}): " in zero.errors
+    one.close()
+    two.close()

@@ -123,14 +123,21 @@ def save(rank: Rank, dirpath: str) -> None:
     trainer(dirpath, guard).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
 
 
-def one_is_absent(rank: Rank, dirpath: str, absent: int) -> int:
-    """A training to which one rank does not come, until the others have said all they know."""
+def one_is_absent(rank: Rank, dirpath: str, absent: int, startup_secs: list[float]) -> int:
+    """A training to which one rank does not come, until the others have said all they know.
+
+    Args:
+        rank: This one.
+        dirpath: Of the checkpoints.
+        absent: The one that does not come.
+        startup_secs: How long each rank waits.
+    """
     if rank.number == absent:
         others = [rank.root / f"{number}.stderr" for number in range(rank.world_size) if number != absent]
         while not all(other.exists() and "it has left with exit code 78" in other.read_text() for other in others):
             time.sleep(0.05)
         return absent
     _say_into(rank.root / f"{rank.number}.stderr")
-    guard = ft.HangGuard(startup_timeout=secs(6))
+    guard = ft.HangGuard(startup_timeout=secs(startup_secs[rank.number]))
     trainer(dirpath, guard, devices=rank.world_size).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
     return -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -14,11 +15,18 @@ from lightning_ft.testing import _free_port
 WITHIN = timedelta(seconds=20)
 
 
-class Told(queue.Queue[list[int]]):
+PLACE = {"host": "here", "port": 1}
+
+
+class Told(queue.Queue[tuple[list[int], Any]]):
     """What the watcher is told, one after the other."""
 
+    def __call__(self, absent: list[int], place: Any) -> None:
+        self.put((absent, place))
+
     def next(self) -> list[int]:
-        return self.get(timeout=20)
+        """Without where rank 0's watcher is."""
+        return self.get(timeout=20)[0]
 
 
 @pytest.fixture
@@ -28,7 +36,7 @@ def store() -> TCPStore:
 
 
 def arrivals(port: int, rank: int, told: Told, within: timedelta = WITHIN) -> Arrivals:
-    return Arrivals("127.0.0.1", port, rank, 3, told.put, within)
+    return Arrivals("127.0.0.1", port, rank, 3, told, within, PLACE if rank == 0 else None)
 
 
 def test_who_has_not_come_is_told_until_all_are_here(store: TCPStore) -> None:
@@ -40,6 +48,17 @@ def test_who_has_not_come_is_told_until_all_are_here(store: TCPStore) -> None:
     store.set("lightning_ft/arrived/1", "")
     assert told.next() == []
     waiting.close()
+
+
+def test_where_the_watcher_of_rank_zero_is_is_known_with_its_coming(store: TCPStore) -> None:
+    told, zeros = Told(), Told()
+    waiting = arrivals(store.port, 1, told)
+    assert [told.get(timeout=20), told.get(timeout=20)] == [([0], None), ([0, 2], None)]
+    zero = arrivals(store.port, 0, zeros)
+    assert told.get(timeout=20) == ([2], PLACE)
+    waiting.close()
+    zero.close()
+    assert told.get(timeout=20) == ([], PLACE)
 
 
 def test_nobody_is_missing_when_the_group_is_there(store: TCPStore) -> None:
