@@ -175,3 +175,12 @@ def test_a_failed_save_is_no_measurement() -> None:
 def test_a_state_has_the_size_that_was_asked_for(plan: Plan) -> None:
     for shape in (plan.large, plan.small):
         assert shape.size_bytes == pytest.approx(shape.mib * 2**20, rel=0.02)
+
+
+def test_the_attribution_names_functions_of_the_whole_package() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "from tests.benchmarks.attribution import main; main(60)"],
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    for name in ("_fit/session.py", "_data/order.py", "callback.py", "_vote/voting.py"):
+        assert name in run.stdout
