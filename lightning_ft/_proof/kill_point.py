@@ -9,7 +9,8 @@ from lightning_ft import events
 KillPoint = int | str
 """A batch number (killed at its end), or an event of the save protocol, such as ``"Renamed"`` or ``"Renamed:2"``.
 
-``"DataSynced:2@1"`` and ``"5@1"`` kill rank 1 alone, and nobody else; without a rank each kills itself there.
+``"DataSynced:2@1"`` and ``"5@1"`` kill rank 1 alone, and nobody else. Without a rank each kills itself there, at the
+end of a batch when all have come so far.
 """
 
 

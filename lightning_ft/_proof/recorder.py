@@ -112,6 +112,8 @@ class Recorder(pl.Callback):
 class KillSwitch(pl.Callback):
     """Kills this process with SIGKILL at one point of the run, as a crash would: nothing is flushed or closed.
 
+    At a batch, without a rank, it waits for the others: no rank is killed before all have ended that batch.
+
     Args:
         point: See `KillPoint`.
         rank: Of this process.
@@ -138,6 +140,8 @@ class KillSwitch(pl.Callback):
     ) -> None:
         """The end of the batch that was named."""
         if self._here and self._place.event is None and loops.progress(trainer).batch == self._place.count:
+            if self._place.rank is None:
+                trainer.strategy.barrier("kill point")  # else a slower rank has written down one batch less, or not
             self._kill()
 
     def _kill(self) -> None:

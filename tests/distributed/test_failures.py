@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import lightning_ft as ft
 from lightning_ft import storage, testing
+from tests.trainer import cases as c
 from tests.trainer import scenarios as s
 
 ENDS_WITHIN_SECS = 60  # far below the half hour after which a collective gives up
@@ -109,3 +111,18 @@ def test_two_failed_saves_are_lived_with(tmp_path: Path) -> None:
     assert all("SaveError" in e for e in errors)
     steps = [len(testing._read(tmp_path, rank)) for rank in range(2)]
     assert steps[0] == steps[1] > 5
+
+
+class SlowerOnRankZero(s.Net):
+    """Its step is over on the other rank long before."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.global_rank == 0:
+            time.sleep(0.3)
+
+
+def test_no_rank_is_killed_at_a_batch_that_another_has_not_ended(tmp_path: Path) -> None:
+    make_trainer = partial(c.trainer, every=1, strategy="ddp", devices=2)
+    kills = [2, 3]
+    c.exact(make_trainer, SlowerOnRankZero, s.shuffled, kill_at=kills, root=tmp_path, world_size=2, replayed=2 * 2)
