@@ -258,7 +258,7 @@ def test_i6_torchrun_gives_thirty_seconds(start: Start, saves_take: str, code: i
     job.process.send_signal(signal.SIGTERM)
     job.ended()
     assert f"{says}" in job.text
-    assert "30 s" in job.text
+    assert "the grace period of 30.0 s" in job.text
     assert "torchrun shares its store with its workers" in job.text
     assert (newest(job.place).name > before) or code == 76
     assert not list(job.place.glob("went-on*"))
