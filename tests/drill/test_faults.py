@@ -24,7 +24,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "generator of its own": (DIVERGES, "FIRST: batch", "random numbers that are not restored"),
     "loader position lost": (DIVERGES, "FIRST: batch", "the loader has lost its position: batch 1 of"),
     "optimizer state dropped": (DIVERGES, "FIRST: weights", "the state of the optimizer was dropped"),
-    "scheduler state dropped": (DIVERGES, "FIRST: learning rates", "the learning rate scheduler was not restored"),
+    "scheduler state dropped": (DIVERGES, "FIRST: scheduler state", "the learning rate scheduler was not restored"),
     "draws after the restart": (DIVERGES, "FIRST: output", "something draws random numbers"),
     "seeded again after the restart": (DIVERGES, "FIRST: output", "the random state was not restored"),
     "weights not restored": (DIVERGES, "FIRST: output", "weights or buffers were not restored"),
