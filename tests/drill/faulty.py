@@ -151,7 +151,7 @@ class Net(L.LightningModule):
             self.level += 0.1
         loss = (self.layer(batch) * self.scale + self.level).pow(2).mean()
         if FAULT == "kernel that is not deterministic" and self.trainer.global_step == 12:
-            loss = loss * (1 + noise_of_a_thread() / 2**20)
+            loss = loss * (1 + noise_of_a_thread() / 2**10)  # of thousands of values: two are hardly ever the same
         self.total += float(loss)
         self.log("loss", loss, on_step=False, on_epoch=True)
         if FAULT == "ModelCheckpoint without a dirpath":
