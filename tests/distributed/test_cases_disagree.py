@@ -18,8 +18,6 @@ from tests.trainer import scenarios as s
 
 pytestmark = pytest.mark.distributed
 
-ENDS_WITHIN_SECS = 60
-
 
 class OwnMetric(s.Net):
     """Each rank has another value, and the best one at another time."""
@@ -39,7 +37,7 @@ def best_of_each(rank: Rank) -> tuple[list[str], int]:
 
 
 def test_k2_a_metric_that_differs_between_ranks(tmp_path: Path) -> None:
-    first, second = ranks.values(best_of_each, tmp_path, within_secs=ENDS_WITHIN_SECS)
+    first, second = ranks.values(best_of_each, tmp_path)
     assert first == second == (["step=4-own=4.0.ckpt"], 8)
 
 
@@ -61,7 +59,7 @@ def metric_of_one_rank(rank: Rank) -> str:
 
 
 def test_k2_a_metric_that_one_rank_has_not(tmp_path: Path) -> None:
-    errors = ranks.values(metric_of_one_rank, tmp_path, within_secs=ENDS_WITHIN_SECS)
+    errors = ranks.values(metric_of_one_rank, tmp_path)
     assert "MisconfigurationException" in errors[1]
     assert errors[0].startswith("PeerLostError: rank 1 failed: MisconfigurationException")
 
@@ -78,7 +76,7 @@ def clocks(rank: Rank) -> list[str]:
 
 
 def test_k2_clocks_that_differ(tmp_path: Path) -> None:
-    assert ranks.values(clocks, tmp_path, within_secs=ENDS_WITHIN_SECS) == [[], []]
+    assert ranks.values(clocks, tmp_path) == [[], []]
 
 
 def directories(rank: Rank, of_rank_1: str | None) -> str:
@@ -93,7 +91,7 @@ def directories(rank: Rank, of_rank_1: str | None) -> str:
 
 @pytest.mark.parametrize("of_rank_1", ["1", None])
 def test_k2_directories_that_differ(of_rank_1: str | None, tmp_path: Path) -> None:
-    errors = ranks.values(directories, tmp_path, of_rank_1, within_secs=ENDS_WITHIN_SECS)
+    errors = ranks.values(directories, tmp_path, of_rank_1)
     for error in errors:
         assert error.startswith("ConfigurationError: "), errors
         assert "rank 1" in error

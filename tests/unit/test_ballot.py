@@ -219,7 +219,7 @@ def _one_does_not_come(rank: Rank, way: str, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["dies", "leaves", "is late"])
 @pytest.mark.parametrize("way", WAYS)
 def test_k2_who_did_not_come_is_named(way: str, how: str, tmp_path: Path) -> None:
-    outcomes = run(_one_does_not_come, tmp_path, way, how, world_size=3, within_secs=60)
+    outcomes = run(_one_does_not_come, tmp_path, way, how, world_size=3)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, -9 if how == "dies" else 0], outcomes
     for outcome in outcomes[:2]:
         assert outcome.value["ranks"] == (2,), outcome.value
