@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -109,11 +108,22 @@ def _lagging(rank: Rank, way: str) -> tuple[int, int]:
         if rank.number:
             rank.wait_for("rank 0 waits")
         vote.cast({"a": 1})
-        if not rank.number:
-            threading.Timer(0.1, rank.tell, ["rank 0 waits"]).start()
-        assert vote.read()["a"] == 1
+        with _telling_when_it_waits(rank, vote) if not rank.number else nullcontext():
+            assert vote.read()["a"] == 1
         vote.close()
         return vote.read_count, vote.waited_count
+
+
+@contextmanager
+def _telling_when_it_waits(rank: Rank, vote: Vote) -> Iterator[None]:
+    wait = vote._wait
+
+    def told(box: Any) -> None:
+        rank.tell("rank 0 waits")
+        wait(box)
+
+    with mock.patch.object(vote, "_wait", told):
+        yield
 
 
 def _read_when_there(vote: Vote) -> None:
@@ -212,6 +222,7 @@ def _one_does_not_come(rank: Rank, way: str, how: str) -> dict[str, Any]:
         vote.read()
     raised_after_secs = time.monotonic() - began
     rank.tell(f"{rank.number} is done")
+    rank.wait_for(f"{1 - rank.number} is done")  # which asks the store that rank 0 holds
     vote.close()
     return {"ranks": error.value.ranks, "message": str(error.value), "secs": raised_after_secs}
 
