@@ -141,7 +141,7 @@ class SeaweedServer:
 
 def wait_until(answers: Callable[[], bool], processes: list[subprocess.Popen[bytes]], what: str) -> None:
     """Another program answers. It has to be asked again and again: there is nothing in it to wait on."""
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 200
     while True:
         for process in processes:
             assert process.poll() is None, f"ended: {what}"
