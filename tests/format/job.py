@@ -107,7 +107,7 @@ def run(case: str, dirpath: str | Path, ckpt_path: str | None = None) -> list[di
     try:
         for receives, sends in pipes:
             sends.close()
-            assert receives.poll(120), "a rank says nothing"
+            assert receives.poll(240), "a rank says nothing"
             reports.append(receives.recv())
     finally:
         for process in processes:
