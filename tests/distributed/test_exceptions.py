@@ -1,6 +1,7 @@
 """J1, J2: an exception on one rank while a checkpoint is being written: said at once, nobody hangs, nothing is lost.
 
-The write is held until the other rank's fit is over, so every test shows that nobody has waited for it.
+The write is held until the other rank's fit is over and this one has said why, so every test shows that nobody has
+waited for it.
 """
 
 from __future__ import annotations
@@ -86,9 +87,12 @@ class Noted(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self.said = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(self.format(record))
+        if "ZeroDivisionError" in self.lines[-1]:
+            self.said.set()
 
     def notes(self, event: events.Event) -> None:
         if isinstance(event, events.Committed):
@@ -104,6 +108,7 @@ def fit(rank: Rank, failing: int, place: str, savers: tuple[Any, ...] = ()) -> t
     def hold(event: events.Event) -> None:
         if place != "killed" and isinstance(event, events.DataWritten) and f"step={in_flight(place):08}" in event.path:
             rank.wait_for(f"rank {1 - rank.number} is out")
+            notes.said.wait(ranks.WITHIN_SECS)
 
     events.observe(hold)
     trainer = s.ddp(str(rank.root / "checkpoints"), every=1, callbacks=savers, max_steps=8)
