@@ -116,6 +116,12 @@ def main() -> None:
     function(*([watching] if function.__code__.co_argcount else []))
 
 
+def _go_on_until(watching: Watching, happened: Callable[[], bool]) -> None:
+    while not happened():
+        watching.page.cells[Cell.PROGRESS] += 1
+        time.sleep(0.01)
+
+
 def _met(port: int) -> bool:
     """Whether the other rank's watcher has a connection to that of rank 0, which listens on `port`."""
     with open("/proc/net/tcp") as file:
@@ -134,9 +140,7 @@ def _take_place(watching: Watching, rank: int, path: str, absent: list[int]) -> 
         os.rename(path + ".new", path)
     else:
         listener = None
-        while not os.path.exists(path):
-            time.sleep(0.01)
-            watching.page.cells[Cell.PROGRESS] += 1
+        _go_on_until(watching, lambda: os.path.exists(path))
         with open(path) as file:
             place = json.load(file)
     if absent:
@@ -144,9 +148,9 @@ def _take_place(watching: Watching, rank: int, path: str, absent: list[int]) -> 
         return
     watching.take_place({**place, "rank": rank}, listener)
     watching.take_place({"rank": rank, "absent": [1 - rank]})  # which was on its way for long, and is not so any more
-    while not _met(place["port"]):
-        watching.page.cells[Cell.PROGRESS] += 1
-        time.sleep(0.01)
+    _go_on_until(watching, lambda: _met(place["port"]))
+    open(f"{path}.{rank}", "w").close()
+    _go_on_until(watching, lambda: os.path.exists(f"{path}.{1 - rank}"))  # seen by both, of which one may end at once
     print("met", flush=True)
     watching.page.cells[Cell.PHASE] = Phase.STEP
     watching.page.cells[Cell.POSITION] = 11
