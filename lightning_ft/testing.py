@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -222,7 +224,14 @@ def _train(run: _Run, rank: int) -> None:
         raise
 
 
+# Below those that the kernel gives to whoever asks for any: ranks listen there seconds later, when they are started.
+_PORTS = range(12_000, 32_000)
+
+
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port on which nobody listens, and that no other process is likely to be given meanwhile."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port

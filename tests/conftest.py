@@ -23,6 +23,9 @@ from tests.stores.seaweed import program
 # Known here to all tests, so that every worker starts one server and not one per directory.
 __all__ = ["chaos", "poor_s3", "proxy", "rclone", "s3", "seaweed"]
 
+ENDS_WITHIN_SECS = 3.0
+"""No thread that has been told to end takes so long; one that is left takes longer."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background
@@ -85,7 +88,10 @@ def _nothing_is_left_behind() -> Iterator[None]:
     """No thread of ours and no observer outlives the test that made it."""
     observers, threads = set(events._observers), set(_our_threads())
     yield
-    left = [t.name for t in _our_threads() if t not in threads]
+    made = [t for t in _our_threads() if t not in threads]
+    for thread in made:
+        thread.join(ENDS_WITHIN_SECS)  # one that nobody waits for may be about to end
+    left = [t.name for t in made if t.is_alive()]
     registered = [o for o in events._observers if o not in observers]
     # The next tests are not to suffer for it.
     events._observers = tuple(o for o in events._observers if o in observers)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import sys
 import time
@@ -21,8 +23,10 @@ import torch.distributed as dist
 
 from lightning_ft import testing
 
-WITHIN_SECS = 90
-"""Far below the half hour after which a collective gives up: who waits for that long is hanging."""
+WITHIN_SECS = 240
+"""Far below the half hour after which a collective gives up: who waits for that long is hanging.
+
+And far above what any of these takes, also where the machine has much else to do."""
 
 
 @dataclass
@@ -44,7 +48,16 @@ class Rank:
 
     def die(self) -> None:
         """As if by the kernel."""
+        self.signals.set(f"{self.number} dies", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_for_death_of(self, other: int) -> None:
+        """That rank, which is about to `die`, has: its connections are closed, and it answers nobody."""
+        self.wait_for(f"{other} dies")
+        with contextlib.suppress(ProcessLookupError):  # by now there is nothing of it
+            ended = os.pidfd_open(int(self.signals.get(f"{other} dies")))
+            select.select([ended], [], [], WITHIN_SECS)
+            os.close(ended)
 
 
 @dataclass
@@ -76,17 +89,19 @@ def run(
         rank.start()
     waiting = {rank.sentinel for rank in ranks}
     deadline = time.monotonic() + within_secs
-    while waiting:
-        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        waiting -= set(ready)  # type: ignore[arg-type]
     codes = []
-    for rank in ranks:
-        rank.join(0)
-        codes.append(rank.exitcode)
-        rank.kill()
-        rank.join()
+    try:
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            waiting -= set(ready)  # type: ignore[arg-type]
+    finally:  # also if the test has taken too long as a whole
+        for rank in ranks:
+            rank.join(0)
+            codes.append(rank.exitcode)
+            rank.kill()
+            rank.join()
     return [_outcome(root, number, code) for number, code in enumerate(codes)]
 
 

@@ -15,7 +15,7 @@ TESTS = {
     "needs": "@pytest.mark.needs('root', 'a-tool-that-is-nowhere')\ndef test_it(): pass",
     "thread": """
 def test_it():
-    threading.Thread(target=threading.Event().wait, args=(5,), name="lightning-ft-writer", daemon=True).start()
+    threading.Thread(target=threading.Event().wait, args=(60,), name="lightning-ft-writer", daemon=True).start()
 """,
     "observer": "def test_it():\n    events.observe(print)",
     "clean": "def test_it():\n    events.observe(print)()",

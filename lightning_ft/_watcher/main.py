@@ -33,6 +33,8 @@ QUIET_SECS = 10.0
 """And no longer once nothing of it was written for so long: what hangs may keep the writer from going on."""
 STACKS_SECS = 2.0
 LEAVE_SECS = 3.0
+LEFT_SECS = 2 * LEAVE_SECS + 4.0
+"""So long rank 0's waits for the others: a rank leaves, or is killed after `LEAVE_SECS`, and that may take as long."""
 WORKERS_SECS = 10.0
 """Workers of a data loader look for their parent every five seconds."""
 SAY_SECS = 5.0
@@ -242,7 +244,7 @@ class Watcher:
         if leads:
             self._tell_all("leave")
             # Last of all: what has started the other ranks may end them with rank 0, in its own way.
-            self._until(lambda: all(connection.rank in self._left for connection in self._connections), LEAVE_SECS)
+            self._until(lambda: all(connection.rank in self._left for connection in self._connections), LEFT_SECS)
         self._end()
 
     def _judge(self, reason: str) -> str:

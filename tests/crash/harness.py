@@ -30,6 +30,7 @@ from lightning_ft._saving import task
 from lightning_ft.plugin import SaveOptions
 from lightning_ft.retention import Retention
 from lightning_ft.storage import Storage
+from tests.ranks import WITHIN_SECS
 
 RUN_ID = "c" * 32
 SYSCALLS = ("open", "write", "pwrite", "fsync", "close", "replace", "rename", "unlink")
@@ -110,10 +111,10 @@ def start(saver: Saver, kill_after_secs: float | None = None) -> int:
     process.start()
     send.close()
     if kill_after_secs is not None:
-        assert receive.poll(60)
+        assert receive.poll(WITHIN_SECS)
         process.join(kill_after_secs)
         process.kill()
-    process.join(60)
+    process.join(WITHIN_SECS)
     assert process.exitcode is not None, "a saver hangs"
     return process.exitcode
 

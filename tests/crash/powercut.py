@@ -180,7 +180,7 @@ def traced(job: Job, *arguments: str, log: Path | None = None) -> int:
         with contextlib.suppress(BrokenPipeError):
             ours.send("go")
         ours.close()
-        process.join(120)
+        process.join(250)
         hangs = process.exitcode is None
         if hangs:
             process.kill()
@@ -192,7 +192,7 @@ def traced(job: Job, *arguments: str, log: Path | None = None) -> int:
 
 
 def _when_traced(job: Job, parent: Connection) -> None:
-    signal.alarm(110)
+    signal.alarm(240)
     # Where Yama lets only a parent trace: strace is no parent of this process.
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1).value, 0, 0, 0)
     job.warm_up()

@@ -141,7 +141,7 @@ def test_e1_saver_killed_at_every_system_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trials", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_saver_killed_at_random_moments(trials: int, tmp_path: Path) -> None:
     """Again and again in the same directory, each time from where the last kill left it."""
-    saver = Saver(str(tmp_path / "run"), steps=1000)  # far more than it gets to make
+    saver = Saver(str(tmp_path / "run"), steps=100_000)  # far more than it gets to make
     moments = random.Random(trials)
     for _ in range(trials):
         assert start(saver, kill_after_secs=moments.uniform(0.0, 0.012)) == -9

@@ -14,6 +14,7 @@ import lightning_ft as ft
 from lightning_ft import events
 from tests.crash.harness import check, read_log
 from tests.crash.test_kill_points import checked_trainer
+from tests.ranks import WITHIN_SECS
 from tests.trainer import scenarios as s
 
 KEEP = 2
@@ -40,10 +41,10 @@ def killed_after(dirpath: str, moment: random.Random) -> bool:
     process = context.Process(target=train, args=(dirpath, send))
     process.start()
     send.close()
-    got_there = receive.poll(moment.uniform(0.05, 0.6)) if moment.random() < 0.3 else receive.poll(60)
+    got_there = receive.poll(moment.uniform(0.05, 0.6)) if moment.random() < 0.3 else receive.poll(WITHIN_SECS)
     process.join(moment.uniform(0.0, 0.1) if got_there else 0)
     process.kill()
-    process.join(60)
+    process.join(WITHIN_SECS)
     assert process.exitcode == -signal.SIGKILL, f"it ended by itself: {process.exitcode}"
     return got_there
 

@@ -57,7 +57,9 @@ def check(dirpath: str) -> None:
         assert same, f"step {step} is not the same in both directories"
 
 
-def two_tiers(dirpath: str, *, async_save: bool = True, loses: str = "", every: int = 3) -> L.Trainer:
+def two_tiers(
+    dirpath: str, *, async_save: bool = True, loses: str = "", every: int = 3, max_epochs: int = 2
+) -> L.Trainer:
     """Called in every fresh process, so it sees what the kill before left; an error here fails the whole proof.
 
     Args:
@@ -65,6 +67,7 @@ def two_tiers(dirpath: str, *, async_save: bool = True, loses: str = "", every: 
         async_save: Whether saves and uploads run while training goes on.
         loses: Which directory is empty at every start: "local" is another machine, "remote" a store that lost all.
         every: How often an upload is due; a local save after every second step.
+        max_epochs: Of the run.
     """
     check(dirpath)
     if loses:
@@ -72,7 +75,7 @@ def two_tiers(dirpath: str, *, async_save: bool = True, loses: str = "", every: 
         Path(f"{dirpath}.events").unlink(missing_ok=True)
     harness.log_events(f"{dirpath}.events")
     return s.trainer(
-        dirpath, every=every, max_epochs=2, plugins=[ft.FaultTolerantCheckpointIO(async_save=async_save)],
+        dirpath, every=every, max_epochs=max_epochs, plugins=[ft.FaultTolerantCheckpointIO(async_save=async_save)],
         ft_args={
             "keep_last": KEEP, "local_dirpath": local_of(dirpath), "local_every_n_train_steps": 2,
             "local_keep_last": LOCAL_KEEP, "guards": (), "max_restarts_without_progress": None,
@@ -137,4 +140,5 @@ def test_training_killed_again_and_again(seed: int, tmp_path: Path) -> None:
     chosen = random.Random(seed)
     points = ("UploadStarted", *events.KILL_POINTS)
     kills = [f"{chosen.choice(points)}:{chosen.randint(1, 2)}" for _ in range(5)]
-    exact(tmp_path, kills, every=chosen.choice([1, 3]))
+    # Long enough that the last kill is not behind the end, however far training gets during an upload.
+    exact(tmp_path, kills, every=chosen.choice([1, 3]), max_epochs=6)

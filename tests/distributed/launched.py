@@ -11,7 +11,6 @@ import sys
 import threading
 
 from lightning_ft import events
-from lightning_ft._ranks import launched
 from tests.distributed.test_exceptions import STEP, Fails
 from tests.trainer import scenarios as s
 
@@ -29,7 +28,6 @@ class Noticed(logging.Handler):
 
 
 def main(dirpath: str) -> None:
-    launched.ENDS_SECS = 3.0
     noticed = Noticed()
     log = logging.getLogger("lightning_ft")
     log.setLevel(logging.INFO)

@@ -110,8 +110,9 @@ def only_local(dirpath: str) -> L.Trainer:
 
 
 def test_no_silent_fresh_start_if_the_only_ones_are_on_one_machine(tmp_path: Path) -> None:
+    # In the fourth batch: the save of the third step has waited for that of the first to be durable.
     with pytest.raises(AssertionError, match="not seen by rank 1, and there is no other in dirpath"):
-        assert_resume_exact(only_local, s.Net, s.shuffled, kill_at=3, world_size=2, root=tmp_path)
+        assert_resume_exact(only_local, s.Net, s.shuffled, kill_at=4, world_size=2, root=tmp_path)
 
 
 class UploadsFail(s.Net):

@@ -15,14 +15,11 @@ import lightning_ft as ft
 from lightning_ft import exit_codes
 from lightning_ft._fit import guarding
 from lightning_ft._preemption import grace
-from lightning_ft._ranks.peers import LEAVES_SECS
 from tests import ranks
 from tests.ranks import Rank
 from tests.trainer import scenarios as s
 
 pytestmark = pytest.mark.distributed
-
-ENDS_WITHIN_SECS = 60
 
 
 def fail(here: str, place: str, failing: int) -> None:
@@ -96,7 +93,7 @@ def fit(rank: Rank, place: str, failing: int, ckpt_path: str | None) -> tuple[st
 def test_j1_one_rank_fails_before_the_fit_begins(
     place: str, failing: int, ckpt_path: str | None, tmp_path: Path
 ) -> None:
-    ended = ranks.values(fit, tmp_path, place, failing, ckpt_path, within_secs=ENDS_WITHIN_SECS + LEAVES_SECS)
+    ended = ranks.values(fit, tmp_path, place, failing, ckpt_path)
     assert ended[failing] == (f"ZeroDivisionError: in {place} of rank {failing}", 1)
     words = f"PeerLostError: rank {failing} failed: ZeroDivisionError: in {place} of rank {failing}"
     assert ended[1 - failing] == (words, exit_codes.PEER_LOST)
@@ -126,7 +123,7 @@ def unable(guards: Any) -> None:
 
 
 def test_what_one_node_alone_cannot_do_ends_the_others_too(tmp_path: Path) -> None:
-    ended = ranks.values(fit_where_nodes_differ, tmp_path, within_secs=ENDS_WITHIN_SECS + LEAVES_SECS)
+    ended = ranks.values(fit_where_nodes_differ, tmp_path)
     assert ended[0][0] == ended[1][0]
     assert ended[0][0].startswith(f"ConfigurationError: {grace.ENVIRONMENT}='soon'")
     assert ended[1][1] == "ConfigurationError: HangGuard: no watcher here"

@@ -15,11 +15,9 @@ from torch import Tensor
 
 import lightning_ft as ft
 from lightning_ft import storage, testing
+from tests.ranks import WITHIN_SECS
 from tests.trainer import cases as c
 from tests.trainer import scenarios as s
-
-ENDS_WITHIN_SECS = 60  # far below the half hour after which a collective gives up
-
 
 every_step = partial(s.ddp, every=1)
 
@@ -58,7 +56,7 @@ def start(root: Path, make_model: Any, make_trainer: Any = every_step) -> list[s
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(ENDS_WITHIN_SECS)
+        rank.join(WITHIN_SECS)
     alive = [r.is_alive() for r in ranks]
     for rank in ranks:
         rank.kill()
@@ -88,8 +86,8 @@ def test_j1_one_rank_raises(rank: int, tmp_path: Path) -> None:
     # J2: the restart begins with the batch that failed, and is exact.
     whole = tmp_path / "uninterrupted"
     whole.mkdir()
-    testing._start(_run(whole, 0, s.Net, every_step), timedelta(seconds=ENDS_WITHIN_SECS))
-    testing._start(_run(root, 1, s.Net, every_step), timedelta(seconds=ENDS_WITHIN_SECS))
+    testing._start(_run(whole, 0, s.Net, every_step), timedelta(seconds=WITHIN_SECS))
+    testing._start(_run(root, 1, s.Net, every_step), timedelta(seconds=WITHIN_SECS))
     replayed = [testing._compare(testing._read(whole, r), testing._read(root, r), r) for r in range(2)]
     assert replayed == [0, 0]
 

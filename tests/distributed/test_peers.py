@@ -102,6 +102,7 @@ def test_one_does_not_come(tmp_path: Path) -> None:
 def one_loses_the_others(rank: Rank) -> Any:
     """A collective fails on one rank though all are there: a network that was cut for a while."""
     peers = begin(rank)
+    reduce()  # all are listening
     if rank.number == 1:
         _peers.let_go()
         blamed = peers.blame(RuntimeError("gloo/transport: connection reset"))
@@ -128,6 +129,8 @@ def two_are_killed(rank: Rank) -> Any:
     reduce()
     if rank.number in (1, 3):
         rank.die()
+    for other in (1, 3):
+        rank.wait_for_death_of(other)  # else one may answer yet when the other is missed
     with pytest.raises(RuntimeError) as raised:
         reduce()
     blamed = str(peers.blame(raised.value))

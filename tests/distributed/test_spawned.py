@@ -54,7 +54,7 @@ def ended(place: Path, strategy: str, way: str) -> tuple[int, str]:
     """The exit code of the process that was started, and what all of them have said."""
     command = [sys.executable, "-m", "tests.distributed.spawned", str(place), strategy, way]
     run = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, start_new_session=True
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False, start_new_session=True
     )
     return run.returncode, run.stdout + run.stderr
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import socket
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_ft as ft
+from lightning_ft import testing
 
 STEPS = 12
 
@@ -95,9 +95,7 @@ def run(case: str, dirpath: str | Path, ckpt_path: str | None = None) -> list[di
     """`train` in a fresh process per rank; what each rank reports."""
     context = multiprocessing.get_context("forkserver")
     ranks, _ = CASES[case]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = testing._free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
         context.Process(target=_rank, args=(rank, ranks, port, sends, case, str(dirpath), ckpt_path, list(sys.path)))
@@ -109,7 +107,7 @@ def run(case: str, dirpath: str | Path, ckpt_path: str | None = None) -> list[di
     try:
         for receives, sends in pipes:
             sends.close()
-            assert receives.poll(120), "a rank says nothing"
+            assert receives.poll(240), "a rank says nothing"
             reports.append(receives.recv())
     finally:
         for process in processes:

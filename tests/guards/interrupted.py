@@ -48,12 +48,17 @@ class Ended:
     """Rank 0: the good checkpoints of exactly that state."""
 
 
-class Tell(Callback):
-    """Lets the outside know that this fit is being set up, and that it trains."""
+STEPS_OF_A_TRIAL = 6
+"""So many are left for each signal that is still to come: training stops within two of them."""
 
-    def __init__(self, path: Path, number: int) -> None:
+
+class Tell(Callback):
+    """Lets the outside know that this fit is being set up, and that it trains; leaves steps for the signals to come."""
+
+    def __init__(self, path: Path, number: int, trials: int) -> None:
         self.path = path
         self.number = number
+        self.trials = trials
         self.began_at = -1
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -67,11 +72,18 @@ class Tell(Callback):
             half = self.path.with_suffix(".half")
             half.write_text(json.dumps({"pid": os.getpid(), "fit": self.number, "trains": True}))
             os.replace(half, self.path)
+        left = trainer.max_steps - trainer.global_step
+        while left <= STEPS_OF_A_TRIAL * (self.trials - self.number) and not self._is_signalled():
+            time.sleep(0.002)
+
+    def _is_signalled(self) -> bool:
+        return self.path.with_name(f"{self.number}.signalled").exists()
 
 
 def train(
-    rank: Rank, place: str, name: str, max_steps: int, make_model: Callable[[], Any], workers: int, kwargs: Any
-) -> list[Ended]:
+    rank: Rank, place: str, name: str, trials: int, max_steps: int, make_model: Callable[[], Any], workers: int,
+    kwargs: Any,
+) -> list[Ended]:  # fmt: skip
     """The run `name` to its end, started as often as it takes. What each start did is in `place`, in one trace."""
     # Loader workers start as under `python train.py`, not as this process was started.
     multiprocessing.set_start_method("fork", force=True)
@@ -82,7 +94,7 @@ def train(
             dirpath, every=13, max_epochs=-1, max_steps=max_steps, val_check_interval=20, check_val_every_n_epoch=None,
             ft_args={"guards": [PreemptionGuard()]}, **kwargs,
         )  # fmt: skip
-        tell = Tell(Path(f"{place}/{rank.number}.fit"), len(ended))
+        tell = Tell(Path(f"{place}/{rank.number}.fit"), len(ended), trials)
         trainer.callbacks[:0] = [Recorder(f"{place}/{name}/{len(ended)}.rank{rank.number}.jsonl"), tell]
         code = None
         try:
@@ -142,6 +154,7 @@ class Signaller:
                 for pid in [*(_children(pids[rank]) if number < 0 else ()), pids[rank]]:
                     os.kill(pid, abs(number))
             self.sent.append((pattern, training))
+            (self._place / f"{fit}.signalled").touch()
 
     def _await(self, fit: int, training: bool) -> list[int] | None:
         """The processes, when all of them are at this fit; None if the run is over."""
@@ -197,17 +210,17 @@ def interrupted_equals_uninterrupted(
         (place / name).mkdir(parents=True)
     signaller = Signaller(place, world_size, trials, seed, within_secs)
 
-    def run(name: str) -> list[list[Ended]]:
+    def run(name: str, trials: int) -> list[list[Ended]]:
         return ranks.values(
-            train, place / f"{name}-ranks", str(place), name, max_steps, make_model, workers, kwargs,
+            train, place / f"{name}-ranks", str(place), name, trials, max_steps, make_model, workers, kwargs,
             world_size=world_size, within_secs=run_within_secs,
         )  # fmt: skip
 
-    run("uninterrupted")
+    run("uninterrupted", 0)
     for told in place.glob("*.fit"):
         told.unlink()
     with signaller.at_work():
-        ended = run("restarted")
+        ended = run("restarted", trials)
     assert len(signaller.sent) == trials, f"the run was over after {len(signaller.sent)} of {trials} signals: longer"
     _check(ended, signaller)
     _compare(place, world_size)

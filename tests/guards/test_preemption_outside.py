@@ -16,7 +16,7 @@ import pytest
 import lightning_ft as ft
 from lightning_ft import testing
 
-WITHIN_SECS = 120.0
+WITHIN_SECS = 240.0
 JOB = [sys.executable, "-m", "tests.guards.job"]
 
 

@@ -93,9 +93,11 @@ def a_save_is_written(watching: Watching) -> None:
     cells[Cell.SAVES_BEGUN] = 1
 
     def write() -> None:
-        for _ in range(30):
+        more = 10
+        while more:  # until the watcher, which has seen the save by then, asks for the stacks, and a second longer
             cells[Cell.SAVE_PROGRESS] += 1
             time.sleep(0.1)
+            more -= os.fstat(watching._stacks_fd).st_size > 0
         print("written", flush=True)
         cells[Cell.SAVES_OVER] = 1
 
@@ -105,12 +107,26 @@ def a_save_is_written(watching: Watching) -> None:
 
 def main() -> None:
     what, *more = sys.argv[1:]
-    watching = Watching(Limits(startup_secs=1.0, step_secs=2.0), CODE)
+    # Two ranks hang in a step, and have to find each other before that.
+    watching = Watching(Limits(startup_secs=60.0 if len(more) == 2 else 1.0, step_secs=2.0), CODE)
     print(watching.pid, os.getpid(), flush=True)
     if more:
         _take_place(watching, int(more[0]), more[1], [int(rank) for rank in more[2:]])
     function: Callable[..., None] = globals()[what]
     function(*([watching] if function.__code__.co_argcount else []))
+
+
+def _go_on_until(watching: Watching, happened: Callable[[], bool]) -> None:
+    while not happened():
+        watching.page.cells[Cell.PROGRESS] += 1
+        time.sleep(0.01)
+
+
+def _met(port: int) -> bool:
+    """Whether the other rank's watcher has a connection to that of rank 0, which listens on `port`."""
+    with open("/proc/net/tcp") as file:
+        found = [line.split()[1:4] for line in file]
+    return any(local.endswith(f":{port:04X}") and state == "01" for local, _, state in found)
 
 
 def _take_place(watching: Watching, rank: int, path: str, absent: list[int]) -> None:
@@ -124,9 +140,7 @@ def _take_place(watching: Watching, rank: int, path: str, absent: list[int]) -> 
         os.rename(path + ".new", path)
     else:
         listener = None
-        while not os.path.exists(path):
-            time.sleep(0.01)
-            watching.page.cells[Cell.PROGRESS] += 1
+        _go_on_until(watching, lambda: os.path.exists(path))
         with open(path) as file:
             place = json.load(file)
     if absent:
@@ -134,10 +148,10 @@ def _take_place(watching: Watching, rank: int, path: str, absent: list[int]) -> 
         return
     watching.take_place({**place, "rank": rank}, listener)
     watching.take_place({"rank": rank, "absent": [1 - rank]})  # which was on its way for long, and is not so any more
-    until = time.monotonic() + 1  # until they have met
-    while time.monotonic() < until:
-        watching.page.cells[Cell.PROGRESS] += 1
-        time.sleep(0.01)
+    _go_on_until(watching, lambda: _met(place["port"]))
+    open(f"{path}.{rank}", "w").close()
+    _go_on_until(watching, lambda: os.path.exists(f"{path}.{1 - rank}"))  # seen by both, of which one may end at once
+    print("met", flush=True)
     watching.page.cells[Cell.PHASE] = Phase.STEP
     watching.page.cells[Cell.POSITION] = 11
 

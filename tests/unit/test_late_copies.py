@@ -115,16 +115,16 @@ def test_without_finish_the_step_would_show(
 
 
 def test_finish_waits_for_the_thread_that_copies(stager: Stager, held: Callable[[], None]) -> None:
-    training, order = Training(), []
+    training, copied = Training(), []
     staged = stager.stage(training.checkpoint(), training.late())
-    assert staged._copying is not None
-    staged._copying.add_done_callback(lambda _: order.append("copied"))
-    thread = threading.Thread(target=lambda: (stager.finish(), order.append("finished")))
+    copying = staged._copying
+    assert copying is not None
+    thread = threading.Thread(target=lambda: (stager.finish(), copied.append(copying.done())))
     thread.start()
     assert not staged.settled
     held()
     thread.join(WAIT_SECS)
-    assert order == ["copied", "finished"]
+    assert copied == [True]
     assert staged.settled
     training.step(9)
     assert values(staged.wait()) == all_of(0)

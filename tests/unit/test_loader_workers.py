@@ -157,5 +157,5 @@ with multiprocessing.get_context("forkserver").Pool(1) as pool:
 
 def test_what_else_a_forkserver_starts_has_nothing_blocked() -> None:
     """It is there from the first worker on, in a process of its own here: the tests' has one already."""
-    run = subprocess.run([sys.executable, "-c", FORKSERVER], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, "-c", FORKSERVER], capture_output=True, text=True, timeout=240, check=False)
     assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
