@@ -28,8 +28,8 @@ class HangGuard:
         startup_timeout: Without progress before the first step is complete: set-up of the process group, choosing and
             loading a checkpoint, reaching the position in the data, the sanity check, the first step with whatever it
             compiles.
-        validation_timeout: Between two batches of a validation; also for what hooks do at the end of a validation or
-            of an epoch.
+        validation_timeout: Between two batches of a validation; also for what hooks do at the end of a validation, of
+            an epoch or of training.
         save_timeout: Without progress of a save, in the background too, and for the part that training waits for.
 
     Raises:

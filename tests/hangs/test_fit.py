@@ -17,6 +17,7 @@ import pytest
 
 import lightning_ft as ft
 from lightning_ft._hang import headway, watch
+from lightning_ft._watcher.page import Cell, Phase
 from tests import ranks
 from tests.hangs import trainings
 from tests.trainer import runs
@@ -215,6 +216,38 @@ def test_two_fits_have_a_watcher_each(tmp_path: Path) -> None:
         fit(trainer(callback, Noting(watchers), max_steps=max_steps), ckpt_path="last")
     assert len(set(watchers)) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in watchers)
+
+
+class Phases(runs.Callback):
+    """What the watcher takes the hooks of others for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Phase]] = []
+
+    def _note(self, hook: str) -> None:
+        assert watch._armed is not None
+        self.seen.append((hook, Phase(watch._armed.cells[Cell.PHASE])))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._note("step")
+
+    def on_train_end(self, *args: Any) -> None:
+        self._note("end")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._note("teardown")
+
+
+@pytest.mark.parametrize("others", [(), (ft.PreemptionGuard,), (ft.PreemptionGuard, ft.DivergenceGuard)])
+def test_the_first_step_is_part_of_the_start_and_no_end_is_a_step(tmp_path: Path, others: Any) -> None:
+    """What ranks agree on before and after training is no step."""
+    phases = Phases()
+    saver = ft.FaultTolerantCheckpoint(tmp_path, guards=[ft.HangGuard(), *(guard() for guard in others)])
+    fit(trainer(saver, phases, max_steps=3))
+    assert phases.seen == [
+        ("step", Phase.STARTUP), ("step", Phase.STEP), ("step", Phase.STEP), ("end", Phase.BETWEEN),
+        ("teardown", Phase.BETWEEN),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["step_timeout", "startup_timeout", "validation_timeout", "save_timeout"])
