@@ -106,6 +106,13 @@ def test_the_late_rank_of_two_is_named_and_both_end(tmp_path: Path, what: str) -
 
 
 @pytest.mark.distributed
+def test_a_rank_that_waits_for_the_save_of_another_does_not_hang(tmp_path: Path) -> None:
+    dirpath = str(tmp_path / "checkpoints")
+    assert ranks.values(trainings.slow_save, tmp_path, dirpath) == [5, 5]
+    assert "step=00000005.ckpt" in runs.names(dirpath)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("absent", "startup_secs"),
     [

@@ -192,6 +192,18 @@ def test_a_rank_whose_process_has_ended_is_named(jobs: list[Job], tmp_path: Path
     assert "its process has ended" in zero.errors
 
 
+@pytest.mark.parametrize("waits", [0, 1])
+def test_who_waits_for_a_rank_that_goes_on_does_not_hang(jobs: list[Job], tmp_path: Path, waits: int) -> None:
+    place = str(tmp_path / "place")
+    ranks = [Job("it_sleeps" if rank == waits else "steps_are_made", str(rank), place) for rank in (0, 1)]
+    jobs += ranks
+    assert ranks[1 - waits].end() == 0, "twice as long as the other one's limit"
+    assert ranks[waits].end() == 78
+    if waits == 0:
+        assert "late: rank 1\n" in ranks[0].errors
+        assert "its process has ended" in ranks[0].errors
+
+
 def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_path: Path) -> None:
     place = str(tmp_path / "place")
     zero, one = Job("it_sleeps", "0", place), Job("it_sleeps", "1", place)
@@ -201,46 +213,54 @@ def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_p
     assert "watchers of other ranks than 1 cannot be reached" in one.errors
 
 
-def others_watcher(place: Path, rank: int) -> peers.Connection:
-    """As the watcher of another rank has it to that of rank 0."""
-    until = time.monotonic() + WITHIN_SECS
-    while not place.exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    where = json.loads(place.read_text())
-    connection = peers.connect(where["host"], where["port"], {"rank": rank, "token": where["token"]})
-    assert connection is not None
-    connection.socket.settimeout(WITHIN_SECS)
-    return connection
+class Other:
+    """What the watcher of another rank says to that of rank 0, and hears of it."""
 
+    def __init__(self, place: Path, rank: int) -> None:
+        until = time.monotonic() + WITHIN_SECS
+        while not place.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        where = json.loads(place.read_text())
+        connection = peers.connect(where["host"], where["port"], {"rank": rank, "token": where["token"]})
+        assert connection is not None
+        connection.socket.settimeout(WITHIN_SECS)
+        self.connection = connection
+        self._came: list[dict[str, Any]] = []
 
-def heard(connection: peers.Connection, *kinds: str) -> list[dict[str, Any]]:
-    """The next messages, which are of these kinds."""
-    messages: list[dict[str, Any]] = []
-    while connection.open and len(messages) < len(kinds):
-        messages += connection.receive()
-    assert [message["kind"] for message in messages] == list(kinds)
-    return messages
+    def say(self, kind: str, **content: Any) -> None:
+        self.connection.send(kind, **content)
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        """The next message, which is of this kind; to be asked how long its rank has not gone on is none of them."""
+        while self.connection.open:
+            while self._came:
+                message = self._came.pop(0)
+                if message["kind"] != "still?":
+                    assert message["kind"] == kind
+                    return message
+                self.say("still", secs=1e3)
+            self._came = self.connection.receive()
+        raise AssertionError(f"no {kind!r} has come")
 
 
 def test_who_comes_while_the_others_are_ending_ends_with_them(jobs: list[Job], tmp_path: Path) -> None:
     place = tmp_path / "place"
     jobs.append(zero := Job("it_sleeps", "0", str(place), "3"))
-    one = others_watcher(place, 1)
-    (asked,) = heard(one, "ask")
-    two = others_watcher(place, 2)
-    assert heard(two, "ask") == [asked]
-    for number, connection in enumerate((one, two), start=1):
-        status = Status(number, "here", number, Phase.STARTUP, 0, 0, "sleeping", 1.0)
-        connection.send("status", status=status.to_message())
-    (said,) = heard(one, "verdict")
-    assert heard(two, "verdict") == [said]
+    one = Other(place, 1)
+    asked = one.hear("ask")
+    two = Other(place, 2)
+    assert two.hear("ask") == asked
+    for number, other in enumerate((one, two), start=1):
+        other.say("status", status=Status(number, "here", number, Phase.STARTUP, 0, 0, "sleeping", 1.0).to_message())
+    said = one.hear("verdict")
+    assert two.hear("verdict") == said
     assert "late: rank 3: not come to the process group" in said["text"]
     assert "its watcher does not answer" not in said["text"]
-    for connection in (one, two):
-        connection.send("settled")
-        heard(connection, "leave")
-        connection.send("left")
+    for other in (one, two):
+        other.say("settled")
+        other.hear("leave")
+        other.say("left")
     assert zero.end() == 78
     assert f"rank 0 (pid {zero.pid}): " in zero.errors
-    one.close()
-    two.close()
+    one.connection.close()
+    two.connection.close()
