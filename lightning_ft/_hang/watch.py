@@ -139,6 +139,9 @@ def awaited(trainer: pl.Trainer) -> Iterator[None]:
     if armed is None or environment is None or agent_shares_its_store() or dist.is_initialized():
         yield
         return
+    # A process that Lightning has spawned takes itself for rank 0 until then, which the group's own set-up begins with.
+    if hasattr(trainer.strategy, "set_world_ranks"):
+        trainer.strategy.set_world_ranks()
     host, port, rank = environment.main_address, environment.main_port, trainer.global_rank
     own = None
     if rank == 0:

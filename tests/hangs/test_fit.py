@@ -269,6 +269,32 @@ def test_the_start_has_a_limit() -> None:
         ft.HangGuard(startup_timeout=None)  # type: ignore[arg-type]
 
 
+_FORKED = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from tests.hangs import trainings
+from tests.trainer import scenarios as s
+class Late(trainings.Hanging):
+    def on_train_batch_start(self, *args):
+        if self.global_rank == 1:
+            super().on_train_batch_start(*args)
+guard = trainings.ft.HangGuard(step_timeout=trainings.secs(3), startup_timeout=trainings.secs(60))
+training = trainings.trainer(sys.argv[1], guard, devices=2, strategy="ddp_fork")
+training.fit(Late("c_code_keeps_the_interpreter"), s.loader(shuffle=True), ckpt_path="last")
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_that_lightning_forks_know_which_they_are(tmp_path: Path) -> None:
+    """Before the process group is there, each of them takes itself for rank 0."""
+    command = [sys.executable, "-c", _FORKED, str(tmp_path / "checkpoints")]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
+    assert done.returncode == 78, done.stderr
+    assert done.stderr.count("late: rank 1\n") == 2
+    assert "its watcher does not answer" not in done.stderr
+
+
 _ELASTIC = """
 import os, sys
 from pathlib import Path
