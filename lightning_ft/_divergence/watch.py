@@ -355,7 +355,7 @@ class DivergenceWatch(Watch):
         return frozenset(
             name
             for name, buffer in self._fit.trainer.lightning_module.named_buffers()
-            if buffer.is_floating_point() and bool(torch.isfinite(buffer).all()) is finite
+            if buffer.is_floating_point() and last_finite.is_all_numbers(buffer) is finite
         )
 
     def _buffers_were_hit(self) -> bool:
