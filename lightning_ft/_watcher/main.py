@@ -76,6 +76,7 @@ class Watcher:
         self._still: dict[int, float] = {}
         self._may_wait: bool | None = None
         self._statuses: dict[int, Status] = {}
+        self._over: set[int] = set()
         self._call: dict[str, Any] | None = None  # a rank hangs: of ``hung`` or ``ask``
         self._told: list[tuple[str, dict[str, Any]]] = []  # to all of them
         self._verdict: str | None = None
@@ -102,7 +103,9 @@ class Watcher:
                 self._waits_until = time.monotonic() + overdue.limit_secs / 10
             elif self._call is None and not self._released and not self._watched.ended:
                 return self._end_all(self._called(overdue))
-        if not self._released:
+        if self._released:
+            self._tell_all("over")
+        else:
             self._tell_all("gone", status=self._status().to_message())
         return None
 
@@ -189,6 +192,8 @@ class Watcher:
             self._statuses[status.rank] = status
             if status.saving:
                 self._unsettled.add(rank)
+        elif kind == "over":
+            self._over.add(rank)
         elif kind == "overdue":
             self._overdue[rank] = message["limit_secs"]
         elif kind == "still?":
@@ -294,7 +299,8 @@ class Watcher:
             called = call["kind"] == "own"
             self._tell_all("hung" if called else "status", status=own.to_message(), **(content if called else {}))
         if leads:
-            self._until(lambda: len(self._statuses.keys() | self._absent) >= self._world_size, ANSWER_SECS)
+            known = self._absent | self._over
+            self._until(lambda: len(self._statuses.keys() | known) >= self._world_size, ANSWER_SECS)
             self._verdict = self._judge(call["reason"])
             self._tell_all("verdict", text=self._verdict)
         else:
@@ -314,7 +320,8 @@ class Watcher:
         if self._world_size > 1 and self._listener is None and not self._connections:
             known = ", ".join(str(status.rank) for status in statuses)
             return verdict(f"{reason}; watchers of other ranks than {known} cannot be reached", statuses, len(statuses))
-        return verdict(reason, statuses, self._world_size, self._absent - self._statuses.keys())
+        absent, over = self._absent - self._statuses.keys(), self._over - self._statuses.keys()
+        return verdict(reason, statuses, self._world_size, absent, over)
 
     def _settle(self, own: Status, leads: bool) -> None:
         """No save is being written, here and, if this one leads, elsewhere; or it took too long."""

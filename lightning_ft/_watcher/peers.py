@@ -9,6 +9,7 @@ Message     From         Meaning
 ==========  ===========  ====================================================================================
 ``hello``   the others   whose watcher this is, and that it belongs here
 ``gone``    everyone     the process of this rank has ended without a word
+``over``    everyone     the fit of this rank is over, and nobody watches it any more
 ``overdue`` the others   this rank is; has another one gone on within the same limit?
 ``still?``  rank 0's     for how long has yours not gone on?
 ``still``   the others   the answer

@@ -204,6 +204,16 @@ def test_who_waits_for_a_rank_that_goes_on_does_not_hang(jobs: list[Job], tmp_pa
         assert "its process has ended" in ranks[0].errors
 
 
+def test_a_rank_whose_fit_is_over_is_not_late(jobs: list[Job], tmp_path: Path) -> None:
+    place = str(tmp_path / "place")
+    zero, one = Job("it_sleeps", "0", place), Job("nobody_watches_any_more", "1", place)
+    jobs += [zero, one]
+    assert [zero.end(), one.end()] == [78, 0]
+    assert "late: rank 0\n" in zero.errors
+    assert "rank 1: its fit is over\n" in zero.errors
+    assert "does not answer" not in zero.errors
+
+
 def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_path: Path) -> None:
     place = str(tmp_path / "place")
     zero, one = Job("it_sleeps", "0", place), Job("it_sleeps", "1", place)
