@@ -605,6 +605,28 @@ def test_steps_within_patience_are_left_out(tmp_path: Path, caplog: pytest.LogCa
     assert len(error.losses[0]) == 3
 
 
+class Fused(d.Net):
+    """Its optimizer unscales gradients within its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).float()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 1e4])
+def test_a_step_of_a_fused_optimizer_is_left_out_under_a_scaler(tmp_path: Path, factor: float) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler), ft.FaultTolerantCheckpointIO(async_save=False)]
+    guard = ft.DivergenceGuard(patience=2, max_loss=1e3)
+    model, trainer, error = d.fit(tmp_path, guard, Fused(at=(4, 5), factor=factor), plugins=plugins)
+    assert error is None
+    assert trainer.global_step == 2 * d.BATCHES
+    assert next(iter(trainer.optimizers[0].state.values()))["step"] == 2 * d.BATCHES - 2
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
 class Lbfgs(d.Net):
     """Two losses per step, between which the weights move; the second of a bad batch is bad."""
 
