@@ -43,11 +43,12 @@ def weights_not_finite(module: nn.Module) -> frozenset[str]:
     return frozenset(
         name
         for name, p in module.named_parameters()
-        if p.requires_grad and not is_lazy(p) and not _is_all_numbers(getattr(p, "_local_tensor", p).detach())
+        if p.requires_grad and not is_lazy(p) and not is_all_numbers(getattr(p, "_local_tensor", p).detach())
     )
 
 
-def _is_all_numbers(values: Tensor) -> bool:
+def is_all_numbers(values: Tensor) -> bool:
+    """Whether `values`, of any dtype and layout, holds nothing that is not finite. Blocks on: the device."""
     if values.is_sparse:
         values = values.coalesce().values()
     # Of floating-point numbers of a byte, torch cannot ask that.
@@ -116,7 +117,7 @@ def _is_finite(path: str, trained: set[str], options: dict[str, Any] | None) -> 
     """Whether the trained weights in a checkpoint are numbers. Blocks on: reading it."""
     # Verified a moment ago, and written by this run.
     state = Loading(Storage(options), "size", options).load(path, None, False)["state_dict"]
-    return all(bool(torch.isfinite(value).all()) for name, value in state.items() if name in trained)
+    return all(is_all_numbers(value) for name, value in state.items() if name in trained)
 
 
 def remove(fit: Fit, poisoned: Iterable[str]) -> None:

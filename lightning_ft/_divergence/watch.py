@@ -13,12 +13,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
 from lightning_ft._copying.copies import is_streamed
 from lightning_ft._divergence import emergency as _emergency
@@ -168,10 +171,19 @@ class DivergenceWatch(Watch):
         automatic = self._fit.trainer.lightning_module.automatic_optimization
         self._heed(votes.get(_TOPIC, _UNKNOWN), undone=not (automatic and self._steps_of_batch))
         if self._move == Move.LEAVE_OUT:
-            for parameter in self._fit.trainer.lightning_module.parameters():
-                parameter.grad = None
+            self._drop_gradients()
         else:
             self._steps_of_batch += 1
+
+    def _drop_gradients(self) -> None:
+        trainer = self._fit.trainer
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        left_out_by_scaler = _unscale_in_their_steps(trainer.optimizers, scaler)
+        for parameter in trainer.lightning_module.parameters():
+            if left_out_by_scaler and parameter.grad is not None:
+                parameter.grad.fill_(math.nan)
+            else:
+                parameter.grad = None
 
     def decide(self, votes: Mapping[str, int], progress: Progress) -> Request | None:
         accumulating = loops.accumulating(self._fit.trainer) and not progress.last_batch
@@ -355,7 +367,7 @@ class DivergenceWatch(Watch):
         return frozenset(
             name
             for name, buffer in self._fit.trainer.lightning_module.named_buffers()
-            if buffer.is_floating_point() and bool(torch.isfinite(buffer).all()) is finite
+            if buffer.is_floating_point() and last_finite.is_all_numbers(buffer) is finite
         )
 
     def _buffers_were_hit(self) -> bool:
@@ -398,6 +410,22 @@ class DivergenceWatch(Watch):
         self._course = Course(state["in_a_row"], rollbacks)
         if not other_ranks:
             self._judge.restore(state["losses"])
+
+
+def _unscale_in_their_steps(optimizers: Sequence[Optimizer], scaler: Any) -> bool:
+    """Whether `scaler` looks at the gradients of all of them when they step, as it does of those that are fused.
+
+    It does not go on without gradients, and leaves out the step if they are not finite. Private to torch (2.13).
+    """
+    return (
+        scaler is not None
+        and scaler.is_enabled()
+        and all(
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+            for optimizer in optimizers
+        )
+    )
 
 
 def _in_words(reports: Sequence[Sequence[tuple[Seen, str]]]) -> str:

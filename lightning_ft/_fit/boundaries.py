@@ -91,6 +91,10 @@ class Boundaries:
         self._undo = []
         self.voting.close()
 
+    def stop_now(self) -> None:
+        """No further batch is trained in this fit."""
+        self._undo.append(loops.stop_now(self._trainer))
+
     def forget(self) -> None:
         """The fit goes on from an older checkpoint of its own. Blocks on: all ranks, if a ballot was cast."""
         self.voting.forget()
@@ -134,7 +138,7 @@ class Boundaries:
         reason, only_local = self.due.at(facts)
         stop = self._ending.request
         if stop is not None and not facts.accumulating:
-            loops.stop_now(self._trainer)
+            self.stop_now()
             self.stopped_within_epoch = not epoch_finished
             # Whatever `save_on_train_end` says: the run is to be continued.
             reason = (reason or stop.save) if stop.save is not None else None
@@ -188,7 +192,7 @@ class Boundaries:
         assert stop is not None, "a watch that calls something urgent asks for the end of the fit"
         self._undo.append(loops.update_no_more_schedulers(self._trainer))
         self.stopped_early = loops.stopped_early(self._trainer)
-        loops.stop_now(self._trainer)
+        self.stop_now()
         self.stopped_within_epoch = True
         if stop.save is not None:
             self._save(stop.save, "step", progress)

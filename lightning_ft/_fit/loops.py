@@ -210,11 +210,17 @@ def half_done(trainer: pl.Trainer) -> bool:
     return bool(batches.ready != batches.processed or epochs.ready != epochs.started)
 
 
-def stop_now(trainer: pl.Trainer) -> None:
-    """Training ends at this boundary, whatever `min_epochs` and `min_steps` ask for."""
+def stop_now(trainer: pl.Trainer) -> Callable[[], None]:
+    """Training ends at this boundary, whatever `min_epochs` and `min_steps` ask for, until the returned function."""
+    fit_loop: Any = trainer.fit_loop
     trainer.should_stop = True
-    trainer.fit_loop.min_epochs = 0
-    trainer.fit_loop.epoch_loop.min_steps = None
+    undo = [replaced(fit_loop, "min_epochs", 0), replaced(fit_loop.epoch_loop, "min_steps", None)]
+
+    def remove() -> None:
+        for step in undo:
+            step()
+
+    return remove
 
 
 def end_validation(trainer: pl.Trainer) -> None:

@@ -348,7 +348,7 @@ class Session:
         """
         self.watches.open()
         if self._boundaries.ask_now(loops.progress(self._trainer)):
-            loops.stop_now(self._trainer)
+            self._boundaries.stop_now()
         self._saves.start_clock()
         if self._settings.strict:
             surprises.check_hyper_parameters(self._trainer)

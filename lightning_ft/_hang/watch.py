@@ -139,6 +139,9 @@ def awaited(trainer: pl.Trainer) -> Iterator[None]:
     if armed is None or environment is None or agent_shares_its_store() or dist.is_initialized():
         yield
         return
+    # A process that Lightning has spawned takes itself for rank 0 until then, which the group's own set-up begins with.
+    if hasattr(trainer.strategy, "set_world_ranks"):
+        trainer.strategy.set_world_ranks()
     host, port, rank = environment.main_address, environment.main_port, trainer.global_rank
     own = None
     if rank == 0:
@@ -173,6 +176,7 @@ class HangWatch(Watch):
         self._fit = fit
         self._armed = arm(guard)
         self._cells = self._armed.cells
+        self._began_batch = False
         self._meet()
         # Lightning's own `ModelCheckpoint` saves, too.
         self._undo: list[Callable[[], None]] = [
@@ -220,6 +224,7 @@ class HangWatch(Watch):
     # Every batch goes through the following: nothing but stores.
 
     def ballot(self) -> dict[str, int]:
+        self._began_batch = True
         cells = self._cells
         if cells[_PHASE] != _STARTUP:
             cells[_PHASE] = _STEP
@@ -236,9 +241,16 @@ class HangWatch(Watch):
         # Here, and not where the ballot is cast: with a `DivergenceGuard` that is behind the loss.
         cells[_POSITION] = 2 * progress.batch
         cells[_STEPS] = progress.step
-        cells[_PHASE] = _BETWEEN if progress.last_batch else _STEP
+        # Ranks agree where training begins and ends, too, and what they do there is no step.
+        if self._began_batch or cells[_PHASE] == _STEP:
+            self._began_batch = False
+            cells[_PHASE] = _BETWEEN if progress.last_batch else _STEP
         cells[_PROGRESS] += 1
         return None
+
+    def training_over(self) -> None:
+        if self._started:
+            self._enter(Phase.BETWEEN)
 
     def phase(self, name: str) -> None:
         if self._started:

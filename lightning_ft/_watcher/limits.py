@@ -54,6 +54,8 @@ class Overdue:
     limit_secs: float
     in_save: bool
     """Whether it is a save, which is then not waited for."""
+    alone: bool = False
+    """Whether no other rank can be what it waits for."""
 
 
 @dataclass
@@ -116,8 +118,13 @@ class Vigil:
             return Overdue(_WHAT[seen.phase], self._main.still_secs, limit_secs, in_save)
         limit_secs = self.limit_secs(Phase.SAVE)
         if seen.saving and self._save.still_secs > limit_secs:
-            return Overdue("a save has not gone on", self._save.still_secs, limit_secs, True)
+            return Overdue("a save has not gone on", self._save.still_secs, limit_secs, True, alone=True)
         return None
+
+    @property
+    def still_secs(self) -> float:
+        """How long the training itself has not gone on, at the last look."""
+        return self._main.still_secs
 
     def limit_secs(self, phase: Phase) -> float:
         """How long `phase` may stand still, as far as is known by now."""

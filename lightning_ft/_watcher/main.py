@@ -20,11 +20,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ft._watcher.limits import Limits, Overdue, Vigil
-from lightning_ft._watcher.page import Page, Seen
+from lightning_ft._watcher.page import Page, Phase, Seen
 from lightning_ft._watcher.peers import Connection, connect
 from lightning_ft._watcher.process import IGNORED, RELEASE, Watched, workers_of
 from lightning_ft._watcher.report import Status, arranged, verdict, where
 
+STILL_SECS = 2.0
+"""So long rank 0's watcher waits for how long the other ranks have not gone on."""
 ANSWER_SECS = 5.0
 """So long a rank that hangs waits for what the other ranks' watchers have to say."""
 GRACE_SECS = 60.0
@@ -70,8 +72,13 @@ class Watcher:
         self._connections: list[Connection] = []
         self._moved_at = time.monotonic()
         self._last: Seen = self._page.look()
+        self._waits_until = 0.0
         # What was heard of other watchers.
+        self._overdue: dict[int, float] = {}  # the limits of those that ask whether they are to wait on
+        self._still: dict[int, float] = {}
+        self._may_wait: bool | None = None
         self._statuses: dict[int, Status] = {}
+        self._over: set[int] = set()
         self._call: dict[str, Any] | None = None  # a rank hangs: of ``hung`` or ``ask``
         self._told: list[tuple[str, dict[str, Any]]] = []  # to all of them
         self._verdict: str | None = None
@@ -90,9 +97,17 @@ class Watcher:
                 self._moved_at = time.monotonic()
             self._last = seen
             overdue = self._vigil.look(time.monotonic(), seen, paused=self._watched.debugged)
-            if overdue is not None and not self._released and not self._watched.ended:
+            if self._overdue:
+                self._answer()
+            if overdue is None or time.monotonic() < self._waits_until:
+                continue
+            if self._waits_rightly(overdue):
+                self._waits_until = time.monotonic() + overdue.limit_secs / 10
+            elif self._call is None and not self._released and not self._watched.ended:
                 return self._end_all(self._called(overdue))
-        if not self._released:
+        if self._released:
+            self._tell_all("over")
+        else:
             self._tell_all("gone", status=self._status().to_message())
         return None
 
@@ -179,6 +194,16 @@ class Watcher:
             self._statuses[status.rank] = status
             if status.saving:
                 self._unsettled.add(rank)
+        elif kind == "over":
+            self._over.add(rank)
+        elif kind == "overdue":
+            self._overdue[rank] = message["limit_secs"]
+        elif kind == "still?":
+            self._tell(rank, "still", secs=self._still_secs())
+        elif kind == "still":
+            self._still[rank] = message["secs"]
+        elif kind == "wait":
+            self._may_wait = message["on"]
         elif kind == "settled":
             self._unsettled.discard(rank)
         elif kind == "verdict":
@@ -193,6 +218,50 @@ class Watcher:
         self._told.append((kind, content))
         for connection in self._connections:
             connection.send(kind, **content)
+
+    def _tell(self, rank: int, kind: str, **content: Any) -> None:
+        for connection in self._connections:
+            if connection.rank == rank:
+                connection.send(kind, **content)
+
+    # -- waiting for another rank ----------------------------------------------------------------------------------
+
+    def _waits_rightly(self, overdue: Overdue) -> bool:
+        """Whether another rank has gone on within the limit: nothing hangs, and this one waits for it."""
+        if overdue.alone or not self._connections:
+            return False
+        if self._listener is not None:
+            return self._least_still_secs(overdue.limit_secs) <= overdue.limit_secs
+        self._may_wait = None
+        self._tell(0, "overdue", limit_secs=overdue.limit_secs)
+        self._until(lambda: self._may_wait is not None or self._call is not None, 2 * STILL_SECS)
+        return bool(self._may_wait)
+
+    def _answer(self) -> None:
+        """Who has asked knows whether it is to wait on. Ranks: 0."""
+        asked, self._overdue = self._overdue, {}
+        least_secs = self._least_still_secs(min(asked.values()))
+        for rank, limit_secs in asked.items():
+            self._tell(rank, "wait", on=least_secs <= limit_secs)
+
+    def _least_still_secs(self, enough_secs: float) -> float:
+        """How long no rank has gone on; not asked any further once one has within `enough_secs`. Ranks: 0."""
+        self._still = {self._rank: self._still_secs()}
+        if self._still[self._rank] > enough_secs:
+            ranks = [connection.rank for connection in self._connections if connection.rank is not None]
+            for rank in ranks:
+                self._tell(rank, "still?")
+            self._until(
+                lambda: min(self._still.values()) <= enough_secs or self._still.keys() >= set(ranks), STILL_SECS
+            )
+        return min(self._still.values())
+
+    def _still_secs(self) -> float:
+        """For how long this rank has not gone on, none if it waits for a save of its own that has its time."""
+        seen, secs = self._page.look(), self._vigil.still_secs
+        moved = (seen.phase, seen.progress) != (self._last.phase, self._last.progress)  # since the last look
+        saves = seen.phase == Phase.SAVE and seen.saving and secs <= self._vigil.limit_secs(Phase.SAVE)
+        return 0.0 if moved or saves else secs
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -232,7 +301,8 @@ class Watcher:
             called = call["kind"] == "own"
             self._tell_all("hung" if called else "status", status=own.to_message(), **(content if called else {}))
         if leads:
-            self._until(lambda: len(self._statuses.keys() | self._absent) >= self._world_size, ANSWER_SECS)
+            known = self._absent | self._over
+            self._until(lambda: len(self._statuses.keys() | known) >= self._world_size, ANSWER_SECS)
             self._verdict = self._judge(call["reason"])
             self._tell_all("verdict", text=self._verdict)
         else:
@@ -252,7 +322,8 @@ class Watcher:
         if self._world_size > 1 and self._listener is None and not self._connections:
             known = ", ".join(str(status.rank) for status in statuses)
             return verdict(f"{reason}; watchers of other ranks than {known} cannot be reached", statuses, len(statuses))
-        return verdict(reason, statuses, self._world_size, self._absent - self._statuses.keys())
+        absent, over = self._absent - self._statuses.keys(), self._over - self._statuses.keys()
+        return verdict(reason, statuses, self._world_size, absent, over)
 
     def _settle(self, own: Status, leads: bool) -> None:
         """No save is being written, here and, if this one leads, elsewhere; or it took too long."""

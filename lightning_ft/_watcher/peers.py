@@ -1,15 +1,21 @@
 """The watchers of all ranks know each other: rank 0's listens, and the others have a connection to it.
 
-Nothing is said on it until a rank hangs. No process group is involved: that is what hangs. Who connects when something
-was said already, because it has come later, hears that first.
+Nothing is said on it until a rank is overdue. No process group is involved: that is what hangs. A rank that waits for
+another one is overdue, too, though nothing hangs as long as that one goes on: rank 0 alone writes a checkpoint, say. So
+it is asked whether any has. Who connects when something was said already, because it has come later, hears that first.
 
 ==========  ===========  ====================================================================================
 Message     From         Meaning
 ==========  ===========  ====================================================================================
 ``hello``   the others   whose watcher this is, and that it belongs here
 ``gone``    everyone     the process of this rank has ended without a word
-``hung``    the others   this rank is overdue; asks rank 0's watcher to ask everybody
-``ask``     rank 0's     some rank is overdue: say what yours does
+``over``    everyone     the fit of this rank is over, and nobody watches it any more
+``overdue`` the others   this rank is; has another one gone on within the same limit?
+``still?``  rank 0's     for how long has yours not gone on?
+``still``   the others   the answer
+``wait``    rank 0's     whether another one has, and yours is to wait on
+``hung``    the others   this rank hangs; asks rank 0's watcher to ask everybody
+``ask``     rank 0's     some rank hangs: say what yours does
 ``status``  the others   the answer
 ``verdict`` rank 0's     what is to be printed
 ``settled`` the others   no save is being written here any more

@@ -70,15 +70,17 @@ class Status:
         )
 
 
-def late(statuses: Sequence[Status], world_size: int) -> list[int]:
+def late(statuses: Sequence[Status], world_size: int, over: Collection[int] = ()) -> list[int]:
     """The ranks that the others wait for, as far as that can be told; empty if it cannot.
 
-    Those that have ended; else those that no watcher speaks for; else those that cannot go on by themselves; else those
-    that have not come as far as the others.
+    Those that have ended; else, if the fit of some is `over`, those whose is not; else those that no watcher speaks
+    for; else those that cannot go on by themselves; else those that have not come as far as the others.
     """
     gone = [status.rank for status in statuses if status.ended]
     if gone:
         return sorted(gone)
+    if over:
+        return sorted(set(range(world_size)) - set(over))
     missing = sorted(set(range(world_size)) - {status.rank for status in statuses})
     if missing:
         return missing
@@ -90,12 +92,26 @@ def late(statuses: Sequence[Status], world_size: int) -> list[int]:
     return sorted(behind) if len(behind) < len(statuses) else []
 
 
-def verdict(reason: str, statuses: Sequence[Status], world_size: int, absent: Collection[int] = ()) -> str:
-    """The lines that every watcher prints; `absent` are ranks that have not come to where all are to meet."""
+def verdict(
+    reason: str,
+    statuses: Sequence[Status],
+    world_size: int,
+    absent: Collection[int] = (),
+    over: Collection[int] = (),
+) -> str:
+    """The lines that every watcher prints.
+
+    Args:
+        reason: Why the ranks end.
+        statuses: Of the ranks that have said something.
+        world_size: How many ranks there are.
+        absent: Those that have not come to where all are to meet.
+        over: Those whose fit has ended, so that they are watched no longer.
+    """
     names, how = sorted(absent), ": not come to the process group"
     if not absent:
-        names, how = late(statuses, world_size) if world_size > 1 else [], ""
-    seen = {status.rank for status in statuses} | set(absent)
+        names, how = late(statuses, world_size, over) if world_size > 1 else [], ""
+    seen = {status.rank for status in statuses} | set(absent) | set(over)
     held_up = [status for status in statuses if status.where and (world_size == 1 or status.rank in names)]
     lines = ["; ".join([reason, *(f"rank {status.rank} is at {status.where}" for status in held_up[:1])])]
     if names:
@@ -103,6 +119,7 @@ def verdict(reason: str, statuses: Sequence[Status], world_size: int, absent: Co
     elif world_size > 1:
         lines.append("late: nobody in particular, all ranks have come equally far")
     lines += [status.line() for status in sorted(statuses, key=lambda status: status.rank)]
+    lines += [f"rank {rank}: its fit is over" for rank in sorted(over)]
     if world_size > 1:
         lines += [f"rank {rank}: its watcher does not answer" for rank in sorted(set(range(world_size)) - seen)]
     return "\n".join(lines)

@@ -16,7 +16,8 @@ class HangGuard:
     that keeps the interpreter to itself or a stopped process, and it ends with the rank. What counts is what was
     completed: a step, a batch of validation, a piece of a file read or written, a batch fetched again to reach the
     position of a restart. Time during which the watching process does not run either (a suspended job, a laptop asleep)
-    does not count, nor does that in which a debugger holds the rank.
+    does not count, nor does that in which a debugger holds the rank. A rank that waits for another one does not hang as
+    long as that one goes on.
 
     A limit that is None is learned in each process: ten times the slowest of its kind so far, at least 5 minutes, and
     at most an hour, or twice the slowest if that is more. Until the first is completed `startup_timeout` stands for it.
@@ -28,8 +29,8 @@ class HangGuard:
         startup_timeout: Without progress before the first step is complete: set-up of the process group, choosing and
             loading a checkpoint, reaching the position in the data, the sanity check, the first step with whatever it
             compiles.
-        validation_timeout: Between two batches of a validation; also for what hooks do at the end of a validation or
-            of an epoch.
+        validation_timeout: Between two batches of a validation; also for what hooks do at the end of a validation, of
+            an epoch or of training.
         save_timeout: Without progress of a save, in the background too, and for the part that training waits for.
 
     Raises:

@@ -37,7 +37,7 @@ BACK = ft.DivergenceGuard(action="rollback")
 
 def is_finite(path: Any) -> bool:
     state = torch.load(path, weights_only=True)["state_dict"]
-    return all(bool(torch.isfinite(value).all()) for value in state.values())
+    return all(bool(torch.isfinite(value.float()).all()) for value in state.values())
 
 
 def names(dirpath: Any) -> list[str]:
@@ -509,6 +509,23 @@ def test_a_rollback_leaves_out_the_step_that_made_weights_that_are_not_finite(
     ends_alike(d.end_of(*ran[:2]), d.end_of(*asked[:2]))
 
 
+class OfBytes(d.Net):
+    """Some of its numbers are of a kind that torch cannot be asked about."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.weights = torch.nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))
+        self.register_buffer("scales", torch.ones(2).to(torch.float8_e5m2))
+
+
+def test_a_checkpoint_with_small_floats_is_looked_into(tmp_path: Path) -> None:
+    guard = ft.DivergenceGuard(action="rollback", patience=1)
+    _, trainer, error = d.fit(tmp_path, guard, OfBytes(at=(6,), through="gradient"), ft_args={"every_n_train_steps": 1})
+    assert error is None
+    assert trainer.global_step == 2 * d.BATCHES - 1
+    assert all(is_finite(info.path) for info in ft.list_checkpoints(tmp_path))
+
+
 def test_the_step_of_several_batches_is_left_out_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = d.fit(tmp_path / "stop", STOP, d.Net(at=(6,)), accumulate_grad_batches=4)
     assert stopped[1].global_step == 1
@@ -586,6 +603,28 @@ def test_steps_within_patience_are_left_out(tmp_path: Path, caplog: pytest.LogCa
     assert error is not None
     assert error.batch == 4
     assert len(error.losses[0]) == 3
+
+
+class Fused(d.Net):
+    """Its optimizer unscales gradients within its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).float()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 1e4])
+def test_a_step_of_a_fused_optimizer_is_left_out_under_a_scaler(tmp_path: Path, factor: float) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler), ft.FaultTolerantCheckpointIO(async_save=False)]
+    guard = ft.DivergenceGuard(patience=2, max_loss=1e3)
+    model, trainer, error = d.fit(tmp_path, guard, Fused(at=(4, 5), factor=factor), plugins=plugins)
+    assert error is None
+    assert trainer.global_step == 2 * d.BATCHES
+    assert next(iter(trainer.optimizers[0].state.values()))["step"] == 2 * d.BATCHES - 2
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
 class Lbfgs(d.Net):

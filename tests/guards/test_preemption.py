@@ -286,6 +286,12 @@ def test_while_training_ends_because_a_guard_has_stopped_it(tmp_path: Path) -> N
     assert manifest(tmp_path).step == 4
 
 
+def test_the_minima_that_did_not_hold_it_up_are_there_for_the_next_fit(tmp_path: Path) -> None:
+    trainer = r.trainer(callback(tmp_path, guards=[StopAtFour()]), max_epochs=5, min_epochs=3, min_steps=20)
+    r.fit(trainer)
+    assert (trainer.global_step, trainer.min_epochs, trainer.min_steps) == (4, 3, 20)
+
+
 def test_a_signal_that_comes_after_the_last_agreement_means_what_it_always_meant(tmp_path: Path) -> None:
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))

@@ -17,6 +17,7 @@ import pytest
 
 import lightning_ft as ft
 from lightning_ft._hang import headway, watch
+from lightning_ft._watcher.page import Cell, Phase
 from tests import ranks
 from tests.hangs import trainings
 from tests.trainer import runs
@@ -108,6 +109,13 @@ def test_the_late_rank_of_two_is_named_and_both_end(tmp_path: Path, what: str) -
         assert "stopped in do_signal_stop" in said(tmp_path, 0)
     else:
         assert f"in {what}" in said(tmp_path, 1)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_waits_for_the_save_of_another_does_not_hang(tmp_path: Path) -> None:
+    dirpath = str(tmp_path / "checkpoints")
+    assert ranks.values(trainings.slow_save, tmp_path, dirpath) == [5, 5]
+    assert "step=00000005.ckpt" in runs.names(dirpath)
 
 
 @pytest.mark.distributed
@@ -223,6 +231,38 @@ def test_two_fits_have_a_watcher_each(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in watchers)
 
 
+class Phases(runs.Callback):
+    """What the watcher takes the hooks of others for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Phase]] = []
+
+    def _note(self, hook: str) -> None:
+        assert watch._armed is not None
+        self.seen.append((hook, Phase(watch._armed.cells[Cell.PHASE])))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._note("step")
+
+    def on_train_end(self, *args: Any) -> None:
+        self._note("end")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._note("teardown")
+
+
+@pytest.mark.parametrize("others", [(), (ft.PreemptionGuard,), (ft.PreemptionGuard, ft.DivergenceGuard)])
+def test_the_first_step_is_part_of_the_start_and_no_end_is_a_step(tmp_path: Path, others: Any) -> None:
+    """What ranks agree on before and after training is no step."""
+    phases = Phases()
+    saver = ft.FaultTolerantCheckpoint(tmp_path, guards=[ft.HangGuard(), *(guard() for guard in others)])
+    fit(trainer(saver, phases, max_steps=3))
+    assert phases.seen == [
+        ("step", Phase.STARTUP), ("step", Phase.STEP), ("step", Phase.STEP), ("end", Phase.BETWEEN),
+        ("teardown", Phase.BETWEEN),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["step_timeout", "startup_timeout", "validation_timeout", "save_timeout"])
 @pytest.mark.parametrize("value", [timedelta(0), timedelta(seconds=-1), 5, "5"])
 def test_an_impossible_limit_is_refused(name: str, value: Any) -> None:
@@ -233,6 +273,32 @@ def test_an_impossible_limit_is_refused(name: str, value: Any) -> None:
 def test_the_start_has_a_limit() -> None:
     with pytest.raises(ft.ConfigurationError, match="startup_timeout"):
         ft.HangGuard(startup_timeout=None)  # type: ignore[arg-type]
+
+
+_FORKED = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from tests.hangs import trainings
+from tests.trainer import scenarios as s
+class Late(trainings.Hanging):
+    def on_train_batch_start(self, *args):
+        if self.global_rank == 1:
+            super().on_train_batch_start(*args)
+guard = trainings.ft.HangGuard(step_timeout=trainings.secs(3), startup_timeout=trainings.secs(60))
+training = trainings.trainer(sys.argv[1], guard, devices=2, strategy="ddp_fork")
+training.fit(Late("c_code_keeps_the_interpreter"), s.loader(shuffle=True), ckpt_path="last")
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_that_lightning_forks_know_which_they_are(tmp_path: Path) -> None:
+    """Before the process group is there, each of them takes itself for rank 0."""
+    command = [sys.executable, "-c", _FORKED, str(tmp_path / "checkpoints")]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
+    assert done.returncode == 78, done.stderr
+    assert done.stderr.count("late: rank 1\n") == 2
+    assert "its watcher does not answer" not in done.stderr
 
 
 _ELASTIC = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,6 +48,10 @@ class Job:
         """Its watcher and that of the other rank know each other."""
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "met\n"
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
 
     def end(self) -> int:
         """Its exit code, when it has ended and what it and its watcher had to say is read."""
@@ -169,7 +174,11 @@ def test_what_ends_a_job_does_not_end_the_watching(jobs: list[Job]) -> None:
 
 def test_the_watcher_is_small(jobs: list[Job]) -> None:
     jobs.append(job := Job("steps_are_made"))
-    maps = Path(f"/proc/{job.watcher}/maps").read_text()
+    maps = ""
+    while job.runs:  # and not once: at first it may not be the watcher's program yet
+        with contextlib.suppress(OSError):
+            maps += Path(f"/proc/{job.watcher}/maps").read_text()
+        time.sleep(0.05)
     assert "python" in maps
     assert "site-packages" not in maps
     assert job.end() == 0
@@ -197,6 +206,28 @@ def test_a_rank_whose_process_has_ended_is_named(jobs: list[Job], tmp_path: Path
     assert "its process has ended" in zero.errors
 
 
+@pytest.mark.parametrize("waits", [0, 1])
+def test_who_waits_for_a_rank_that_goes_on_does_not_hang(jobs: list[Job], tmp_path: Path, waits: int) -> None:
+    place = str(tmp_path / "place")
+    ranks = [Job("it_sleeps" if rank == waits else "steps_are_made", str(rank), place) for rank in (0, 1)]
+    jobs += ranks
+    assert ranks[1 - waits].end() == 0, "twice as long as the other one's limit"
+    assert ranks[waits].end() == 78
+    if waits == 0:
+        assert "late: rank 1\n" in ranks[0].errors
+        assert "its process has ended" in ranks[0].errors
+
+
+def test_a_rank_whose_fit_is_over_is_not_late(jobs: list[Job], tmp_path: Path) -> None:
+    place = str(tmp_path / "place")
+    zero, one = Job("it_sleeps", "0", place), Job("nobody_watches_any_more", "1", place)
+    jobs += [zero, one]
+    assert [zero.end(), one.end()] == [78, 0]
+    assert "late: rank 0\n" in zero.errors
+    assert "rank 1: its fit is over\n" in zero.errors
+    assert "does not answer" not in zero.errors
+
+
 def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_path: Path) -> None:
     place = str(tmp_path / "place")
     zero, one = Job("it_sleeps", "0", place), Job("it_sleeps", "1", place)
@@ -208,57 +239,54 @@ def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_p
     assert "watchers of other ranks than 1 cannot be reached" in one.errors
 
 
-class Others:
-    """The watcher of another rank, as far as that of rank 0 can tell."""
+class Other:
+    """What the watcher of another rank says to that of rank 0, and hears of it."""
 
     def __init__(self, place: Path, rank: int) -> None:
-        self.connection = connect(place, rank)
-        self._heard: list[dict[str, Any]] = []  # several may have come at once
+        until = time.monotonic() + WITHIN_SECS
+        while not place.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        where = json.loads(place.read_text())
+        connection = peers.connect(where["host"], where["port"], {"rank": rank, "token": where["token"]})
+        assert connection is not None
+        connection.socket.settimeout(WITHIN_SECS)
+        self.connection = connection
+        self._came: list[dict[str, Any]] = []
 
-    def hears(self, kind: str) -> dict[str, Any]:
-        """The next message, which is of this kind."""
-        while self.connection.open and not self._heard:
-            self._heard += self.connection.receive()
-        assert self._heard, f"the connection has ended without {kind!r}"
-        message = self._heard.pop(0)
-        assert message["kind"] == kind
-        return message
-
-    def says(self, kind: str, **content: Any) -> None:
+    def say(self, kind: str, **content: Any) -> None:
         self.connection.send(kind, **content)
 
-
-def connect(place: Path, rank: int) -> peers.Connection:
-    """To the watcher of rank 0, when that is there."""
-    until = time.monotonic() + WITHIN_SECS
-    while not place.exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    where = json.loads(place.read_text())
-    connection = peers.connect(where["host"], where["port"], {"rank": rank, "token": where["token"]})
-    assert connection is not None
-    connection.socket.settimeout(WITHIN_SECS)
-    return connection
+    def hear(self, kind: str) -> dict[str, Any]:
+        """The next message, which is of this kind; to be asked how long its rank has not gone on is none of them."""
+        while self.connection.open:
+            while self._came:
+                message = self._came.pop(0)
+                if message["kind"] != "still?":
+                    assert message["kind"] == kind
+                    return message
+                self.say("still", secs=1e3)
+            self._came = self.connection.receive()
+        raise AssertionError(f"no {kind!r} has come")
 
 
 def test_who_comes_while_the_others_are_ending_ends_with_them(jobs: list[Job], tmp_path: Path) -> None:
     place = tmp_path / "place"
     jobs.append(zero := Job("it_sleeps", "0", str(place), "3"))
-    one = Others(place, 1)
-    asked = one.hears("ask")
-    two = Others(place, 2)
-    assert two.hears("ask") == asked
+    one = Other(place, 1)
+    asked = one.hear("ask")
+    two = Other(place, 2)
+    assert two.hear("ask") == asked
     for number, other in enumerate((one, two), start=1):
-        status = Status(number, "here", number, Phase.STARTUP, 0, 0, "sleeping", 1.0)
-        other.says("status", status=status.to_message())
-    said = one.hears("verdict")
-    assert two.hears("verdict") == said
+        other.say("status", status=Status(number, "here", number, Phase.STARTUP, 0, 0, "sleeping", 1.0).to_message())
+    said = one.hear("verdict")
+    assert two.hear("verdict") == said
     assert "late: rank 3: not come to the process group" in said["text"]
     assert "its watcher does not answer" not in said["text"]
     for other in (one, two):
-        other.says("settled")
-        other.hears("leave")
-        other.says("left")
+        other.say("settled")
+        other.hear("leave")
+        other.say("left")
     assert zero.end() == 78
     assert f"rank 0 (pid {zero.pid}): " in zero.errors
-    for other in (one, two):
-        other.connection.close()
+    one.connection.close()
+    two.connection.close()

@@ -14,6 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_ft as ft
+from lightning_ft import events
+from lightning_ft._hang import headway
 from tests.hangs.ways import c_code_keeps_the_interpreter, it_is_stopped, the_lock_is_never_released  # noqa: F401 - by name
 from tests.ranks import Rank
 from tests.trainer import scenarios as s
@@ -121,6 +123,24 @@ def save(rank: Rank, dirpath: str) -> None:
     _say_into(rank.root / "0.stderr")
     guard = ft.HangGuard(step_timeout=secs(60), save_timeout=secs(3))
     trainer(dirpath, guard).fit(Line(), s.loader(shuffle=True), ckpt_path="last")
+
+
+def slow_save(rank: Rank, dirpath: str) -> int:
+    """A training of which rank 0 writes the last checkpoint, piece by piece, for longer than any step may take."""
+    _say_into(rank.root / f"{rank.number}.stderr")
+
+    def write_slowly(event: events.Event) -> None:
+        if isinstance(event, events.Renamed) and "00000005" in event.path:
+            for _ in range(20):
+                time.sleep(0.2)
+                headway.made()
+
+    stop = events.observe(write_slowly)
+    guard = ft.HangGuard(step_timeout=secs(1.5), validation_timeout=secs(1.5), startup_timeout=secs(60))
+    training = trainer(dirpath, guard, devices=rank.world_size, max_steps=5)
+    training.fit(Line(), s.loader(shuffle=True), ckpt_path="last")
+    stop()
+    return training.global_step
 
 
 def one_is_absent(rank: Rank, dirpath: str, absent: int, startup_secs: list[float]) -> int:

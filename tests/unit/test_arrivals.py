@@ -61,6 +61,29 @@ def test_where_the_watcher_of_rank_zero_is_is_known_with_its_coming(store: TCPSt
     assert told.get(timeout=20) == ([], PLACE)
 
 
+def test_the_store_is_not_asked_twice_about_a_rank_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Store:
+        """Rank 2 has come, rank 1 comes when the store is asked about it for the third time."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def set(self, *args: Any) -> None: ...
+        def get(self, key: str) -> str:
+            return "null"
+
+        def check(self, keys: list[str]) -> bool:
+            (key,) = keys
+            asked.append(key[-1])
+            return key[-1] != "1" or asked.count("1") == 3
+
+    monkeypatch.setattr("lightning_ft._hang.arrivals.TCPStore", Store)
+    told = Told()
+    arrivals(0, 0, told)
+    assert [told.next(), told.next(), told.next()] == [[], [1], []]
+    assert asked == ["1", "2", "1", "1"]
+
+
 def test_nobody_is_missing_when_the_group_is_there(store: TCPStore) -> None:
     """It is there within milliseconds of the last rank, and nobody asks again."""
     told = Told()
