@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import lightning as L
 import torch
@@ -39,6 +40,21 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class Odd(Net):
+    """Whose batches, results and rates are not what they usually are."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        loss = super().training_step([batch["x"]], batch_idx)
+        return {"loss": loss, "phase": torch.complex(loss, loss).detach(), "count": torch.tensor(batch_idx)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=torch.tensor(self.lr))
+
+
+def odd(samples: list[tuple[Tensor, ...]]) -> dict[str, Any]:
+    return {"x": torch.stack([x for (x,) in samples]), "function": lambda: None}  # which cannot be pickled
 
 
 class SavesByItself(L.Callback):
@@ -137,6 +153,10 @@ def main() -> None:
     elif args.what == "diverges":
         callback = ft.FaultTolerantCheckpoint(args.root, guards=(ft.DivergenceGuard(action="stop"),))
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what == "odd":
+        train = loader()
+        train.collate_fn = odd
+        trainer(args.root).fit(Odd(), train, ckpt_path="last")
     elif args.what == "asks by name":
         trainer(args.root).fit(model, loader(8), loader(8))
         Net.load_from_checkpoint(f"{args.root}/step=00000002.ckpt")
