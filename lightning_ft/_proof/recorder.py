@@ -96,10 +96,13 @@ class Recorder(pl.Callback):
             self._append("validation", key, {"batch": _digest(batch), "output": self._exact(outputs)})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """One line: what the metrics are, which the next validation of the epoch writes over."""
+        """One line: what its metrics are, which the next validation of the epoch writes over."""
         if not trainer.sanity_checking:
-            values = {"metrics": self._of_metrics(trainer.callback_metrics)}
-            self._append("validated", [loops.progress(trainer).batch], values)
+            results = trainer.fit_loop.epoch_loop.val_loop._results
+            logged = [result for result in results.values() if not result.has_reset]
+            names = {name for result in logged for name in results._forked_name(result, on_step=False)}
+            metrics = {name: value for name, value in trainer.callback_metrics.items() if name in names}
+            self._append("validated", [loops.progress(trainer).batch], {"metrics": self._of_metrics(metrics)})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One line: what the epoch's metrics are."""
