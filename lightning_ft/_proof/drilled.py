@@ -23,7 +23,7 @@ from lightning_ft import events
 from lightning_ft._fit import loops
 from lightning_ft._proof.assignment import VARIABLE, Assignment, events_file, is_ours, killed_file
 from lightning_ft._proof.own_attributes import attributes
-from lightning_ft._proof.recorder import KillSwitch, Recorder, kill
+from lightning_ft._proof.recorder import END_OF_FIT, KillSwitch, Recorder, kill
 from lightning_ft._proof.redirect import file_elsewhere, redirect
 
 # A save takes a fraction of this for any model that is drilled; after it the next batch is trained, and waits again.
@@ -136,9 +136,13 @@ class _Drilled(Recorder):
         if self._state != "before":
             _write(events_file(self._assignment), {"note": "further fits of the trainer: the first was compared"})
             return
-        self._state = "fitting"
         assignment, rank = self._assignment, trainer.global_rank
-        self._path = str(Path(assignment.directory) / f"{assignment.start}.rank{rank}.jsonl")
+        path = Path(assignment.directory) / f"{assignment.start}.rank{rank}.jsonl"
+        # Not of one that has failed, and whose launcher has started this process in its place.
+        if path.exists() and END_OF_FIT in path.read_bytes():
+            _write(events_file(assignment), {"note": "fits of further processes: that of the first was compared"})
+            return
+        self._state, self._path = "fitting", str(path)
         if assignment.kill_at is not None and not assignment.once_durable:
             self._switch = KillSwitch(assignment.kill_at, rank, before=killed_file(assignment).touch)
         if rank == 0:

@@ -19,6 +19,9 @@ from lightning_ft._proof.kill_point import KillPoint, parse
 from lightning_ft._state import random_state
 from lightning_ft._state.digest import digest, digest_of_data
 
+END_OF_FIT = b'{"kind": "end", "key": [1],'
+"""How the last line of a fit that has ended begins."""
+
 
 class Recorder(pl.Callback):
     """Appends one line of JSON per trained batch, validated batch, validation, epoch and end of a fit to a file.

@@ -53,6 +53,12 @@ def test_values_of_other_kinds_are_compared_all_the_same(tmp_path: Path) -> None
     assert None not in batches
 
 
+def test_of_trainings_in_several_processes_the_first_is_compared(tmp_path: Path) -> None:
+    outcome = drilled("two processes", tmp_path)
+    assert (outcome.verdict, outcome.batches) == (Verdict.PASS, 16), outcome
+    assert "fits of further processes: that of the first was compared" in outcome.not_covered
+
+
 def test_steps_end_every_run(tmp_path: Path) -> None:
     outcome = drilled("plain", tmp_path, steps=8, kill_at="Committed", keep=True)
     assert (outcome.verdict, outcome.batches) == (Verdict.PASS, 8)

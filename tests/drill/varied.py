@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -81,6 +82,19 @@ def trainer(dirpath: str, *callbacks: L.Callback, **kwargs: object) -> L.Trainer
     )  # fmt: skip
 
 
+def two_processes(root: str) -> None:
+    """As in a shell: one training after another."""
+    for seed in (1, 2):
+        if pid := os.fork():
+            _, status = os.waitpid(pid, 0)
+            if status:
+                os.kill(os.getpid(), signal.SIGKILL)
+            continue
+        L.seed_everything(seed, verbose=False)
+        trainer(f"{root}/{seed}").fit(Net(), loader(), loader(8), ckpt_path="last")
+        os._exit(0)
+
+
 def rich(root: str, model: Net) -> None:
     """Everything at once that could disturb a drill, or that a drill could disturb."""
     guards = (
@@ -153,6 +167,8 @@ def main() -> None:
     elif args.what == "diverges":
         callback = ft.FaultTolerantCheckpoint(args.root, guards=(ft.DivergenceGuard(action="stop"),))
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what == "two processes":
+        two_processes(args.root)
     elif args.what == "odd":
         train = loader()
         train.collate_fn = odd
