@@ -85,11 +85,19 @@ def differences(
             found = record["values"].get(name)
             if not _equal(value, found, atol):
                 yield Difference("value", key, rank, record["start"], name, value, found)
+    over = _found_over(actual)
     for key in wanted:
-        if key not in seen:
+        if key not in seen and not (over and key == ("end", 0)):
             yield Difference("missing", key, rank)
     for start, keys in _left_out(order, actual):
         yield from (Difference("missing", key, rank, start) for key in keys if key in seen)
+
+
+def _found_over(actual: Sequence[Record]) -> bool:
+    """Whether the last restart had nothing to train: then the end of training was not its to come to."""
+    last = max((record["start"] for record in actual), default=0)
+    done = {key_of(record)[:2] for record in actual if record["start"] == last}
+    return last > 0 and ("end", 1) in done and not any(kind == "step" for kind, _ in done)
 
 
 def _left_out(order: Mapping[Key, int], actual: Sequence[Record]) -> Iterator[tuple[int, list[Key]]]:

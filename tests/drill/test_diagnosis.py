@@ -71,6 +71,16 @@ def test_what_the_killed_run_had_done_is_to_be_done_again() -> None:
     assert (found.key, found.start) == (("validation", 2, 0, 0), 1)
 
 
+def test_a_restart_that_finds_the_run_over_has_no_end_of_training() -> None:
+    """Killed after its last save, and before the hooks of the end."""
+    ends = [{"kind": "end", "key": [number], "start": 1, "values": {"weights": "w"}} for number in (0, 1)]
+    expected = [step(1), step(2), *ends]
+    killed = [{**record, "start": 0} for record in expected[:2]]
+    assert list(differences(expected, [*killed, ends[1]], 0)) == []
+    assert [d.key for d in differences(expected, [*killed, step(2), ends[1]], 0)] == [("end", 0)]
+    assert [d.key for d in differences(expected, killed, 0)] == [("end", 0), ("end", 1)]
+
+
 def test_counters_are_not_close_to_each_other() -> None:
     near, far = [{**step(1), "values": {"global step": n, "output": n / 2}} for n in (1, 2)]
     assert [d.name for d in differences([near], [far], 0, atol=5.0)] == ["global step"]
