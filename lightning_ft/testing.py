@@ -82,7 +82,7 @@ def assert_resume_exact(
     The training is run once uninterrupted, then killed with SIGKILL and started again once per kill point and a last
     time to its end, each time in fresh processes and with ``ckpt_path="last"``. Compared at every step, on every rank:
     batch, output, learning rates, weights, frozen parameters, optimizer and scheduler state, random state, state of
-    callbacks; every validation batch; the metrics of every epoch; the final weights.
+    callbacks; every validation batch; the metrics of every step, validation and epoch; the weights at the end.
 
     Args:
         make_trainer: ``make_trainer(dirpath)`` seeds the run and returns a trainer that saves into `dirpath`. All three

@@ -243,15 +243,22 @@ def read_start(path: str, storage: Storage) -> Start | None:
 def of_newest_run(starts: Sequence[Start]) -> Timeline:
     """The starts that belong to the run of the last one, by when they began.
 
-    Those of one run come in the order of their ordinals, whatever the clocks of their machines say. One that has saved
-    nothing belongs to any run: the next start had nothing to continue and began again, as a run of another id.
+    Those of one run come in the order of their ordinals, whatever the clocks of their machines say. One whose run has
+    saved nothing belongs to that of the next one that has: that one had nothing to continue and began again, as a run
+    of another id.
     """
     ordered = sorted(starts, key=lambda start: start.began_at)
     newest = next((start.run_id for start in reversed(ordered) if start.run_id), "")
-    of_it = iter(sorted((start for start in ordered if start.run_id == newest), key=lambda start: start.ordinal))
-    return Timeline(
-        tuple(next(of_it) if s.run_id == newest else s for s in ordered if s.run_id == newest or not s.saves)
-    )
+    saved = {start.run_id for start in ordered if start.saves}
+    belong: list[Start] = []
+    is_next = True
+    for start in reversed(ordered):
+        if start.run_id == newest or start.run_id in saved:
+            is_next = start.run_id == newest
+        if is_next:
+            belong.insert(0, start)
+    of_it = iter(sorted((start for start in belong if start.run_id == newest), key=lambda start: start.ordinal))
+    return Timeline(tuple(next(of_it) if start.run_id == newest else start for start in belong))
 
 
 def start_of_lines(path: str, lines: Iterable[bytes]) -> Start | None:

@@ -23,7 +23,7 @@ from lightning_ft import events
 from lightning_ft._fit import loops
 from lightning_ft._proof.assignment import VARIABLE, Assignment, events_file, is_ours, killed_file
 from lightning_ft._proof.own_attributes import attributes
-from lightning_ft._proof.recorder import KillSwitch, Recorder, kill
+from lightning_ft._proof.recorder import END_OF_FIT, KillSwitch, Recorder, kill
 from lightning_ft._proof.redirect import file_elsewhere, redirect
 
 # A save takes a fraction of this for any model that is drilled; after it the next batch is trained, and waits again.
@@ -47,7 +47,7 @@ def begin() -> None:
     pl.Trainer.__init__ = init  # type: ignore[method-assign,assignment]
     for name in ("fit", "validate", "test", "predict"):
         # Callbacks may have come since, and a trainer may be older than the first callback.
-        setattr(pl.Trainer, name, _prepared(getattr(pl.Trainer, name), drill, fits=name == "fit"))
+        setattr(pl.Trainer, name, _prepared(getattr(pl.Trainer, name), drill))
     pl.Trainer.save_checkpoint = _elsewhere(  # type: ignore[method-assign]
         pl.Trainer.save_checkpoint, Path(drill.assignment.directory)
     )
@@ -61,12 +61,14 @@ def _elsewhere(save: Callable[..., Any], base: Path) -> Callable[..., Any]:
     return call
 
 
-def _prepared(method: Callable[..., Any], drill: _Drill, *, fits: bool) -> Callable[..., Any]:
+def _prepared(method: Callable[..., Any], drill: _Drill) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
         drill.prepare(trainer)
-        if fits:
+        if method.__name__ == "fit":
             drill.before_fit(trainer)
+        else:
+            drill.say(f"what trainer.{method.__name__} gives: the fit alone was compared")
         return method(trainer, *args, **kwargs)
 
     return call
@@ -134,9 +136,13 @@ class _Drilled(Recorder):
         if self._state != "before":
             _write(events_file(self._assignment), {"note": "further fits of the trainer: the first was compared"})
             return
-        self._state = "fitting"
         assignment, rank = self._assignment, trainer.global_rank
-        self._path = str(Path(assignment.directory) / f"{assignment.start}.rank{rank}.jsonl")
+        path = Path(assignment.directory) / f"{assignment.start}.rank{rank}.jsonl"
+        # Not of one that has failed, and whose launcher has started this process in its place.
+        if path.exists() and END_OF_FIT in path.read_bytes():
+            _write(events_file(assignment), {"note": "fits of further processes: that of the first was compared"})
+            return
+        self._state, self._path = "fitting", str(path)
         if assignment.kill_at is not None and not assignment.once_durable:
             self._switch = KillSwitch(assignment.kill_at, rank, before=killed_file(assignment).touch)
         if rank == 0:
@@ -154,6 +160,7 @@ class _Drilled(Recorder):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
         if self._state == "fitting":
             self._state = "over"
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,11 +17,14 @@ from lightning_ft import events
 from lightning_ft._fit import loops
 from lightning_ft._proof.kill_point import KillPoint, parse
 from lightning_ft._state import random_state
-from lightning_ft._state.digest import digest
+from lightning_ft._state.digest import digest, digest_of_data
+
+END_OF_FIT = b'{"kind": "end", "key": [1],'
+"""How the last line of a fit that has ended begins."""
 
 
 class Recorder(pl.Callback):
-    """Appends one line of JSON per trained batch, validated batch, epoch and end of training to a file.
+    """Appends one line of JSON per trained batch, validated batch, validation, epoch and end of a fit to a file.
 
     Of weights and optimizer state that are spread over the ranks each rank writes down what it holds.
 
@@ -36,7 +39,7 @@ class Recorder(pl.Callback):
 
     def __init__(self, path: str, *, summaries: bool = False) -> None:
         self._path = path
-        self._of_state = _summary if summaries else digest
+        self._of_state = _summary if summaries else _digest
         self._exact = _summary if summaries else _exact
 
     def _append(self, kind: str, key: list[int], values: dict[str, Any]) -> None:
@@ -61,14 +64,16 @@ class Recorder(pl.Callback):
             "epoch": trainer.current_epoch,
             "batch index": batch_idx,
             "global step": trainer.global_step,
-            "batch": digest(batch),
+            "batch": _digest(batch),
             "output": self._exact(outputs),
-            "learning rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
+            "learning rates": [float(g["lr"]) for o in trainer.optimizers for g in o.param_groups],
             **self._trained(trainer, pl_module),
             "requires_grad": digest({n: p.requires_grad for n, p in pl_module.named_parameters()}),
             "scheduler state": self._of_state(schedulers),
             "random state": digest(random_state.capture()),
             "callbacks": {name: self._of_state(_without_paths(state)) for name, state in callbacks.items()},
+            # What was logged of this step, which no later one shows; what the end of the epoch shows is not asked for.
+            "metrics": self._of_metrics(trainer.fit_loop.epoch_loop._results.metrics(on_step=True)["callback"]),
         }
         self._append("step", [loops.progress(trainer).batch], values)
 
@@ -91,12 +96,20 @@ class Recorder(pl.Callback):
         """One line: which batch was validated, when, and what came out."""
         if not trainer.sanity_checking:
             key = [loops.progress(trainer).batch, dataloader_idx, batch_idx]
-            self._append("validation", key, {"batch": digest(batch), "output": self._exact(outputs)})
+            self._append("validation", key, {"batch": _digest(batch), "output": self._exact(outputs)})
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """One line: what its metrics are, which the next validation of the epoch writes over."""
+        if not trainer.sanity_checking:
+            results = trainer.fit_loop.epoch_loop.val_loop._results
+            logged = [result for result in results.values() if not result.has_reset]
+            names = {name for result in logged for name in results._forked_name(result, on_step=False)}
+            metrics = {name: value for name, value in trainer.callback_metrics.items() if name in names}
+            self._append("validated", [loops.progress(trainer).batch], {"metrics": self._of_metrics(metrics)})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One line: what the epoch's metrics are."""
-        metrics = {name: self._exact(value) for name, value in sorted(trainer.callback_metrics.items())}
-        self._append("epoch", [trainer.current_epoch], {"metrics": metrics})
+        self._append("epoch", [trainer.current_epoch], {"metrics": self._of_metrics(trainer.callback_metrics)})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One line: how it ended."""
@@ -104,9 +117,19 @@ class Recorder(pl.Callback):
             "weights": self._of_state(_weights(trainer, pl_module)),
             "global step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "metrics": {name: self._exact(value) for name, value in sorted(trainer.callback_metrics.items())},
+            "metrics": self._of_metrics(trainer.callback_metrics),
         }
         self._append("end", [0], values)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """One line: the weights that a script finds after its fit, of a run that was over already too.
+
+        At the end of training other callbacks have yet to put theirs there, such as averages.
+        """
+        self._append("end", [1], {"weights": self._of_state(_weights(trainer, pl_module))})
+
+    def _of_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._exact(value) for name, value in sorted(metrics.items())}
 
 
 class KillSwitch(pl.Callback):
@@ -172,13 +195,18 @@ def _weights(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, An
     return {**state, **dict(module.named_buffers())}
 
 
+def _digest(value: Any) -> str | None:
+    """A digest of all of `value`; where that cannot be pickled, as with a function in it, of the data in it."""
+    return digest(value) or digest_of_data(value)
+
+
 def _exact(value: Any) -> Any:
     """Numbers as their exact hexadecimal text where they are scalars, digests elsewhere."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value).hex()
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value).hex() if value.is_floating_point() else int(value)
     if isinstance(value, dict):
         return {str(k): _exact(v) for k, v in value.items()}
-    return digest(value) if value is not None else None
+    return _digest(value) if value is not None else None
 
 
 def _summary(value: Any) -> Any:
@@ -198,7 +226,7 @@ def _summary(value: Any) -> Any:
         return {str(key): _summary(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_summary(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else digest(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else _digest(value)
 
 
 def _sorted(state: Any) -> Any:

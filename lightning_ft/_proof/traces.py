@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ class Difference:
     key: Key
     rank: int
     start: int = 0
-    """Which start of the run wrote the record: 0 is the first. Of a missing one: 0."""
+    """Which start of the run wrote the record, or has left it out: 0 is the first. Of what no start has: 0."""
     name: str = ""
     """Of a value, which."""
     expected: Any = None
@@ -67,7 +67,8 @@ def differences(
 
     Args:
         expected: Of the uninterrupted run.
-        actual: Of all starts of the other one. What was done twice must be right both times.
+        actual: Of all starts of the other one. What was done twice must be right both times, and what comes after the
+            first step of a restart must be done by it, whatever was done before the kill.
         rank: Whose records these are.
         atol: How far numbers may be apart; None: not at all.
     """
@@ -84,15 +85,38 @@ def differences(
             found = record["values"].get(name)
             if not _equal(value, found, atol):
                 yield Difference("value", key, rank, record["start"], name, value, found)
+    over = _found_over(actual)
     for key in wanted:
-        if key not in seen:
+        if key not in seen and not (over and key == ("end", 0)):
             yield Difference("missing", key, rank)
+    for start, keys in _left_out(order, actual):
+        yield from (Difference("missing", key, rank, start) for key in keys if key in seen)
+
+
+def _found_over(actual: Sequence[Record]) -> bool:
+    """Whether the last restart had nothing to train: then the end of training was not its to come to."""
+    last = max((record["start"] for record in actual), default=0)
+    done = {key_of(record)[:2] for record in actual if record["start"] == last}
+    return last > 0 and ("end", 1) in done and not any(kind == "step" for kind, _ in done)
+
+
+def _left_out(order: Mapping[Key, int], actual: Sequence[Record]) -> Iterator[tuple[int, list[Key]]]:
+    """What each restart has not done, of all that there is from its first step to its last record, or to the end."""
+    starts = {record["start"] for record in actual}
+    for start in sorted(starts - {0}):
+        done = {key_of(record) for record in actual if record["start"] == start}
+        steps = [order[key] for key in done if key[0] == "step" and key in order]
+        # One that was asked to stop has come to an end that is none.
+        last = [order[key] for key in done if key[0] != "end" and key in order]
+        until = len(order) if start == max(starts) else max(last, default=-1)
+        if steps:
+            yield start, [key for key, place in order.items() if min(steps) < place <= until and key not in done]
 
 
 def _equal(a: Any, b: Any, atol: float | None) -> bool:
     if a == b:
         return True
-    if atol is None:
+    if atol is None or (isinstance(a, int) and isinstance(b, int)):  # counters are not close to each other
         return False
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key], atol) for key in a)
@@ -127,4 +151,8 @@ def words(key: Key) -> str:
         return f"step {numbers[0]}"
     if kind == "validation":
         return f"validation at step {numbers[0]}, loader {numbers[1]}, batch {numbers[2]}"
-    return f"the end of epoch {numbers[0]}" if kind == "epoch" else "the end of training"
+    if kind == "validated":
+        return f"the end of the validation at step {numbers[0]}"
+    if kind == "epoch":
+        return f"the end of epoch {numbers[0]}"
+    return "the end of the fit" if numbers[0] else "the end of training"

@@ -39,7 +39,8 @@ Lightning's CSV and TensorBoard logs); everything else the script does as
 always, with an empty standard input. It needs room for the checkpoints of one
 run: TMPDIR says where, or --keep. Compared, bit for bit, after every batch and
 on every rank: batches, results, weights, optimizer and scheduler state,
-learning rates, random state, callbacks; and validations and metrics.
+learning rates, random state, callbacks, what was logged; of every validation
+and epoch too; and the weights after the fit.
 
 \b
 Verdicts:

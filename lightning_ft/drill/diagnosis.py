@@ -88,7 +88,7 @@ _Place = tuple[float, float, float]
 """When something was done: the batch that was trained last, what of all that follows on a batch, and its number."""
 
 # In the order in which they follow on a batch; between validations and the end of an epoch another batch may come.
-_FOLLOWS = {"step": 0.0, "validation": 1.0, "epoch": 3.0, "end": 4.0}
+_FOLLOWS = {"step": 0.0, "validation": 1.0, "validated": 1.0, "epoch": 3.0, "end": 4.0}
 _ANOTHER_BATCH = 2.0
 
 
@@ -106,7 +106,7 @@ def _of_what_is_extra(key: Key) -> _Place:
     kind, number = key[:2]
     if kind == "step":
         return float(number) - 1, _ANOTHER_BATCH, 0.0
-    return (float(number), _FOLLOWS[kind], inf) if kind == "validation" else (inf, inf, inf)
+    return (float(number), _FOLLOWS[kind], inf) if kind in ("validation", "validated") else (inf, inf, inf)
 
 
 def said(difference: Difference) -> str:
@@ -220,13 +220,14 @@ def _of_output(
 
 
 def _of_records(found: Difference) -> str:
-    kind = found.key[0]
-    if kind == "validation":
+    if found.key[0] in ("validation", "validated"):
         return (
             "a validation was left out after the restart"
             if found.kind == "missing"
             else "a validation was run that the uninterrupted run had not"
         )
+    if found.key[0] == "end":
+        return "the fit has ended in another way: by an error that the script catches, or by an exit in the middle"
     if found.kind == "missing":
         return "batches were skipped, or the restarted run ended too early: the loader has lost its position"
     return (

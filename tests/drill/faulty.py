@@ -92,6 +92,19 @@ class Counter(L.Callback):
         return {"count": self.count}
 
 
+class AverageAtTheEnd(L.Callback):
+    """Puts an average of the weights in their place, and keeps it nowhere."""
+
+    average: Tensor | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        weight = pl_module.layer[0].weight.detach()
+        self.average = weight.clone() if self.average is None else 0.9 * self.average + 0.1 * weight
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.layer[0].weight.data.copy_(self.average)
+
+
 class Curriculum(L.Callback):
     """Changes the batch by what it keeps nowhere."""
 
@@ -117,6 +130,7 @@ class Net(L.LightningModule):
         self.register_buffer("level", torch.zeros(()), persistent=FAULT != "buffer that is not saved")
         self.scale = 1.0
         self.total = 0.0
+        self.losses: list[float] = []
         self.fresh = True
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -153,6 +167,9 @@ class Net(L.LightningModule):
         if FAULT == "kernel that is not deterministic" and self.trainer.global_step == 12:
             loss = loss * (1 + noise_of_a_thread() / 2**10)  # of thousands of values: two are hardly ever the same
         self.total += float(loss)
+        self.losses = [*self.losses, float(loss)][-3:]
+        if FAULT == "metric of a few steps":
+            self.log("recent", sum(self.losses) / len(self.losses))
         self.log("loss", loss, on_step=False, on_epoch=True)
         if FAULT == "ModelCheckpoint without a dirpath":
             self.log("loss_of_step", loss)
@@ -164,6 +181,8 @@ class Net(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.layer(batch).pow(2).mean())
+        if FAULT == "validation of a few steps":
+            self.log("recent", sum(self.losses) / len(self.losses))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -188,6 +207,8 @@ def main() -> None:
         callbacks.append(Counter())
     if FAULT == "batch changed by a callback":
         callbacks.append(Curriculum())
+    if FAULT == "average put in at the end":
+        callbacks.append(AverageAtTheEnd())
     logger: Any = False
     if FAULT == "ModelCheckpoint without a dirpath":
         logger = VersionedLogger("logs")
@@ -195,8 +216,8 @@ def main() -> None:
     trainer = L.Trainer(
         max_epochs=2 if FAULT == "stream that goes on" else 1, accelerator="cpu", logger=logger,
         enable_progress_bar=False, enable_model_summary=False,
-        devices=DEVICES, strategy="ddp" if DEVICES > 1 else "auto", val_check_interval=8, num_sanity_val_steps=0,
-        callbacks=callbacks,
+        devices=DEVICES, strategy="ddp" if DEVICES > 1 else "auto", num_sanity_val_steps=0, callbacks=callbacks,
+        val_check_interval=2 if FAULT == "validation of a few steps" else 8,
     )  # fmt: skip
     ckpt_path = None if FAULT == "no ckpt_path" else "last"
     trainer.fit(model, train, DataLoader(Numbers(), batch_size=32), ckpt_path=ckpt_path)

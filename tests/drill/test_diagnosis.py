@@ -55,6 +55,44 @@ def test_an_extra_validation_comes_before_what_follows_from_it() -> None:
     assert text.endswith("a validation was run that the uninterrupted run had not")
 
 
+def test_what_the_killed_run_had_done_is_to_be_done_again() -> None:
+    expected = [step(1), validation(1), step(2), validation(2), step(3), validation(3), step(4)]
+    killed = [{**record, "start": 0} for record in expected[:5]]
+    assert list(differences(expected, [*killed, *expected[2:]], 0)) == []
+    assert list(differences(expected, [*killed, *expected[4:]], 0)) == []  # which went on after the validation
+    (found,) = differences(expected, [*killed, *expected[2:3], *expected[4:]], 0)
+    assert (found.kind, found.key, found.start) == ("missing", ("validation", 2, 0, 0), 1)
+    text = diagnosis.cause_after_restart([found], found, {0: expected}, {}, 1)
+    assert text == "a validation was left out after the restart"
+    # Of a restart that was killed too, what it has come to.
+    again = [{**record, "start": 2} for record in expected[4:]]
+    assert list(differences(expected, [*killed, *expected[2:5], *again], 0)) == []
+    (found,) = differences(expected, [*killed, *expected[2:3], *expected[4:5], *again], 0)
+    assert (found.key, found.start) == (("validation", 2, 0, 0), 1)
+
+
+def test_a_restart_that_finds_the_run_over_has_no_end_of_training() -> None:
+    """Killed after its last save, and before the hooks of the end."""
+    ends = [{"kind": "end", "key": [number], "start": 1, "values": {"weights": "w"}} for number in (0, 1)]
+    expected = [step(1), step(2), *ends]
+    killed = [{**record, "start": 0} for record in expected[:2]]
+    assert list(differences(expected, [*killed, ends[1]], 0)) == []
+    assert [d.key for d in differences(expected, [*killed, step(2), ends[1]], 0)] == [("end", 0)]
+    assert [d.key for d in differences(expected, killed, 0)] == [("end", 0), ("end", 1)]
+
+
+def test_counters_are_not_close_to_each_other() -> None:
+    near, far = [{**step(1), "values": {"global step": n, "output": n / 2}} for n in (1, 2)]
+    assert [d.name for d in differences([near], [far], 0, atol=5.0)] == ["global step"]
+
+
+def test_a_restart_that_never_comes_to_its_end_is_told_from_one_that_loses_batches() -> None:
+    expected = {0: [*(step(n) for n in (1, 2, 3)), {"kind": "end", "key": [1], "start": 1, "values": {"weights": "w"}}]}
+    text = diagnosed(expected, {0: [step(3)]})
+    assert text.startswith("the uninterrupted run has the end of the fit, the restarted run has not")
+    assert "an error that the script catches" in text
+
+
 def end_of_epoch(loss: str) -> Record:
     return {"kind": "epoch", "key": [0], "start": 1, "values": {"metrics": {"loss": loss}}}
 

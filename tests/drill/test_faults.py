@@ -44,6 +44,9 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "validation skipped": (DIVERGES, "the restarted run has not", "a validation was left out"),
     "callback that takes nothing back": (DIVERGES, "FIRST: callbacks", "a callback has state"),
     "ModelCheckpoint without a dirpath": (DIVERGES, "FIRST: callbacks", "a ModelCheckpoint has forgotten its best"),
+    "metric of a few steps": (DIVERGES, "FIRST: metrics", "a metric is not restored: it is kept outside of self.log"),
+    "validation of a few steps": (DIVERGES, "the end of the validation at step", "a metric is not restored"),
+    "average put in at the end": (DIVERGES, "the end of the fit: weights", "changes the weights, and its state"),
     "metric of its own": (DIVERGES, ": metrics differs", "a metric is not restored"),
     "unfrozen in a hook": (DIVERGES, "FIRST: requires_grad", "which parameters are frozen"),
     "no ckpt_path": ("LOST WORK", "from the beginning", 'not given ckpt_path="last"'),
@@ -73,7 +76,8 @@ def test_a_sound_script_passes(tmp_path: Path) -> None:
 
 QUICK = (
     "augmentation in a thread", "loader position lost", "optimizer state dropped", "seeded again after the restart",
-    "validation skipped", "stream that goes on", "state outside of state_dict",
+    "validation skipped", "stream that goes on", "state outside of state_dict", "metric of a few steps",
+    "average put in at the end",
 )  # fmt: skip
 
 

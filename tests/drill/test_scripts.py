@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ft import events
+from lightning_ft.drill import runs
 from lightning_ft.drill.verdict import Outcome, Verdict
 from tests.drill import forked
 
@@ -37,9 +38,25 @@ def test_a_script_with_everything_passes_and_nothing_of_the_user_is_touched(tmp_
         "fits without a FaultTolerantCheckpoint",
         "further fits of the trainer: the first was compared",
         "fits of further trainers: that of the first was compared",
+        "what trainer.test gives: the fit alone was compared",
         "s3://bucket/run: the checkpoints were on a local disk instead",
     } <= set(outcome.not_covered)
     assert not list((tmp_path / "scratch").rglob("*.ckpt"))  # which may be large
+
+
+def test_values_of_other_kinds_are_compared_all_the_same(tmp_path: Path) -> None:
+    outcome = drilled("odd", tmp_path)
+    assert outcome.verdict is Verdict.PASS, outcome
+    records = runs.Run(tmp_path / "scratch" / "uninterrupted").traces()[0]
+    batches = [record["values"]["batch"] for record in records if record["kind"] == "step"]
+    assert len(set(batches)) == len(batches) == 16
+    assert None not in batches
+
+
+def test_of_trainings_in_several_processes_the_first_is_compared(tmp_path: Path) -> None:
+    outcome = drilled("two processes", tmp_path)
+    assert (outcome.verdict, outcome.batches) == (Verdict.PASS, 16), outcome
+    assert "fits of further processes: that of the first was compared" in outcome.not_covered
 
 
 def test_steps_end_every_run(tmp_path: Path) -> None:
@@ -73,7 +90,8 @@ def test_a_script_that_saves_by_the_clock_is_saved_in_time(what: str, tmp_path: 
 def test_it_is_saved_in_time_wherever_it_is_killed(kill_at: Any, durable: tuple[int, ...], tmp_path: Path) -> None:
     outcome = drilled("preset", tmp_path, kill_at=kill_at)
     (trial,) = outcome.trials
-    assert (outcome.verdict, trial.resumed_batch in durable) == (Verdict.PASS, True), outcome
+    assert (outcome.verdict, trial.resumed_batch) == (Verdict.PASS, trial.durable_batch), outcome
+    assert trial.durable_batch in durable
     assert "when the script saves: by the clock, and not in time, so it was saved every 4 steps" in outcome.not_covered
 
 

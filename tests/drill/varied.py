@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import lightning as L
 import torch
@@ -41,6 +43,21 @@ class Net(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
+class Odd(Net):
+    """Whose batches, results and rates are not what they usually are."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        loss = super().training_step([batch["x"]], batch_idx)
+        return {"loss": loss, "phase": torch.complex(loss, loss).detach(), "count": torch.tensor(batch_idx)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=torch.tensor(self.lr))
+
+
+def odd(samples: list[tuple[Tensor, ...]]) -> dict[str, Any]:
+    return {"x": torch.stack([x for (x,) in samples]), "function": lambda: None}  # which cannot be pickled
+
+
 class SavesByItself(L.Callback):
     """A file of the user's own choice, where the fit ends: in the process of the rank."""
 
@@ -63,6 +80,19 @@ def trainer(dirpath: str, *callbacks: L.Callback, **kwargs: object) -> L.Trainer
         callbacks=[ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=4), *callbacks],
         **{"max_epochs": 1, "logger": False, **kwargs},
     )  # fmt: skip
+
+
+def two_processes(root: str) -> None:
+    """As in a shell: one training after another."""
+    for seed in (1, 2):
+        if pid := os.fork():
+            _, status = os.waitpid(pid, 0)
+            if status:
+                os.kill(os.getpid(), signal.SIGKILL)
+            continue
+        L.seed_everything(seed, verbose=False)
+        trainer(f"{root}/{seed}").fit(Net(), loader(), loader(8), ckpt_path="last")
+        os._exit(0)
 
 
 def rich(root: str, model: Net) -> None:
@@ -137,6 +167,12 @@ def main() -> None:
     elif args.what == "diverges":
         callback = ft.FaultTolerantCheckpoint(args.root, guards=(ft.DivergenceGuard(action="stop"),))
         L.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback]).fit(model, loader())
+    elif args.what == "two processes":
+        two_processes(args.root)
+    elif args.what == "odd":
+        train = loader()
+        train.collate_fn = odd
+        trainer(args.root).fit(Odd(), train, ckpt_path="last")
     elif args.what == "asks by name":
         trainer(args.root).fit(model, loader(8), loader(8))
         Net.load_from_checkpoint(f"{args.root}/step=00000002.ckpt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from typing import Any
@@ -68,3 +69,14 @@ def test_who_is_killed_where(
     if switch._forget is not None:
         switch._forget()
     assert signals == [signal.SIGKILL] * killed
+
+
+def test_every_value_has_a_text_of_its_own() -> None:
+    """Also one that is no real number, or that nothing else can be made of."""
+    values = [torch.tensor(x) for x in (1.0, -0.0, 0.0, 1 + 2j, 1 - 2j, 2**53, 2**53 + 1, True, [1.0, 2.0])]
+    texts = [json.dumps(recorder._exact(value)) for value in values]
+    assert len(set(texts)) == len(values)
+    assert texts == [json.dumps(recorder._exact(value.clone())) for value in values]
+    first, same, other = ({"x": torch.tensor([x, 0.0]), "f": lambda: 0} for x in (1.0, 1.0, 2.0))
+    assert recorder._digest(first) == recorder._digest(same) != recorder._digest(other)
+    assert None not in (recorder._digest(first), recorder._digest(other))

@@ -120,6 +120,18 @@ def test_another_run_in_the_directory_is_not_of_this_one(tmp_path: Path) -> None
     assert [start.run_id for start in read(str(tmp_path), Storage()).starts] == ["new"]
 
 
+def test_starts_of_another_run_that_have_saved_nothing_are_not_of_this_one_either(tmp_path: Path) -> None:
+    """Nor is the time down that has passed since then."""
+    write(tmp_path, "1", [started(0), (2, "ended", {"how": "failed", "reason": "a typing error"})])
+    write(tmp_path, "2", [started(10), training(11, 0, "old"), progress(15, 9), committed(16, 9, 0.1)])
+    write(tmp_path, "3", [started(20, 2), training(21, 9, "old"), progress(25, 12)])
+    write(tmp_path, "4", [started(9000), (9001, "ended", {"how": "failed", "reason": "another one"})])
+    write(tmp_path, "5", [started(9010), training(9011, 0, "new"), progress(9020, 9), committed(9020, 9, 0.0)])
+    timeline = read(str(tmp_path), Storage())
+    assert [start.began_at for start in timeline.starts] == [9000, 9010]
+    assert (timeline.failures, timeline.elapsed_secs, timeline.goodput) == (1, 20, 9 / 20)
+
+
 def test_who_was_killed_before_the_first_save_has_lost_all(tmp_path: Path) -> None:
     write(tmp_path, "1", [started(0), training(1, 0, "begun"), progress(5, 9)])
     write(tmp_path, "2", [started(10), training(11, 0, "begun again"), progress(15, 4)])
