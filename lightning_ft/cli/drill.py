@@ -54,10 +54,11 @@ Verdicts:
 \b
 Where it is killed: by default after a batch in the second epoch, once a save of
 that epoch is durable; with one epoch, in the middle. A script that saves by the
-clock, and not in time, is told to save four times. --kill-at takes an event of
-a save: SaveStarted, AttemptOpened, DataWritten, DataSynced, Renamed, Committed,
-DeleteStarted, DeleteHidden, Deleted; Renamed:2 is the second in that process,
-Renamed@1 that of rank 1.
+clock, and not in time, is told to save four times. --kill-at-step waits until a
+checkpoint is durable, too. --kill-at takes an event of a save: SaveStarted,
+AttemptOpened, DataWritten, DataSynced, Renamed, Committed, DeleteStarted,
+DeleteHidden, Deleted; Renamed:2 is the second in that process, Renamed@1 that
+of rank 1.
 
 \b
 Examples:

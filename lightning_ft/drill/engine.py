@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lightning_ft._proof.kill_point import parse
 from lightning_ft._proof.traces import Difference, Record, differences, replayed, words
 from lightning_ft.drill import diagnosis, unrestored
 from lightning_ft.drill.endings import failed, problem
@@ -32,7 +33,9 @@ def drill(plan: Drill, say: Say) -> Outcome:
         return _outcome(plan, reference, [wrong])
     places = points(plan.kill_at, plan.sweep, _steps(reference), reference.lines(0))
     if not places:
-        cause = "no save was begun before the last batch: save more often, or drill more steps"
+        where = "the last batch" if plan.kill_at is None else place(str(plan.kill_at))
+        else_ = "drill more steps" if plan.kill_at is None else "kill later"
+        cause = f"no save was begun before {where}: save more often, or {else_}"
         nothing = failed("there is nothing to restart from", cause)
         return _outcome(plan, reference, [nothing])
     again: list[_Again] = []
@@ -121,11 +124,10 @@ _OF_LOST_WORK = {
 
 
 def _why_not_killed(point: Point, reference: Run) -> str:
-    if point.once_durable:
-        return "no checkpoint became durable before its end"
-    if str(point.at)[0].isdecimal():
-        return f"it trains {_batches(reference.traces())} batches"
-    return "there are not so many events of that kind, or none on that rank"
+    asked, batches = parse(point.at), _batches(reference.traces())
+    if asked.event is not None:
+        return "there are not so many events of that kind, or none on that rank"
+    return f"it trains {batches} batches" if asked.count > batches else "no checkpoint became durable before its end"
 
 
 def _steps(reference: Run) -> list[Record]:

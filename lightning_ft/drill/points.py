@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_ft import events
 from lightning_ft._proof.assignment import is_ours
-from lightning_ft._proof.kill_point import KillPoint
+from lightning_ft._proof.kill_point import KillPoint, parse
 from lightning_ft._proof.traces import Record
 from lightning_ft.drill.runs import Point
 
@@ -18,21 +18,27 @@ def points(
     """One per trial; none if nothing could be restarted from.
 
     Args:
-        kill_at: What was asked for.
+        kill_at: What was asked for. A batch is one at which a checkpoint is waited for: a restart from the beginning
+            shows nothing.
         sweep: Whether all events of a save were asked for.
         steps: What rank 0 has trained, in order.
         lines: Its events. Those of other callbacks' files are passed over: no restart begins with these.
     """
-    if kill_at is not None:
-        return [Point(kill_at)]
     if sweep:
         return list(_at_every_event(lines))
+    asked = None if kill_at is None else parse(kill_at)
+    if kill_at is not None and asked is not None and (asked.event, asked.rank) != (None, None):
+        return [Point(kill_at)]
     # A save may be begun long after the step whose state it has: its copy, or its place in the queue, takes time.
     step_of = {_batch_of(int(line["step"]), steps): int(line["step"]) for line in _of_ours("SaveStarted", lines)}
     saves = sorted(batch for batch in step_of if batch is not None)
     if not saves or not steps:
         return []
-    for saved, kill_after in (*_in_later_epochs(steps, saves), _in_the_middle(steps, saves)):
+    if asked is not None:
+        pairs = [(saves[0], asked.count)]
+    else:
+        pairs = [*_in_later_epochs(steps, saves), _in_the_middle(steps, saves)]
+    for saved, kill_after in pairs:
         if saved < kill_after:
             return [Point(kill_after, once_durable=True, durable_from=step_of[saved])]
     return []

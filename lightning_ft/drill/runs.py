@@ -26,8 +26,8 @@ class Drill:
     Args:
         command: Program and arguments, as for a shell.
         scratch: A directory for everything the runs write.
-        kill_at: Where to kill; None: after a batch in the second epoch, or else in the middle, as soon as a checkpoint
-            of that epoch is durable.
+        kill_at: Where to kill, at a batch as soon as a checkpoint is durable; None: after a batch in the second epoch,
+            or else in the middle, as soon as a checkpoint of that epoch is durable.
         sweep: Kill at every event of the save protocol that the uninterrupted run shows, one trial each.
         steps: End training after so many optimizer steps; None: where the script ends.
         atol: How far numbers may be apart; None: not at all.

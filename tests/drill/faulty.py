@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -220,6 +221,8 @@ def main() -> None:
         val_check_interval=2 if FAULT == "validation of a few steps" else 8,
     )  # fmt: skip
     ckpt_path = None if FAULT == "no ckpt_path" else "last"
+    if FAULT == "older checkpoint" and (found := sorted(Path(str(callbacks[0].dirpath)).glob("step=*.ckpt"))):
+        ckpt_path = str(found[0])
     trainer.fit(model, train, DataLoader(Numbers(), batch_size=32), ckpt_path=ckpt_path)
 
 

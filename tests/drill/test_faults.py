@@ -74,6 +74,17 @@ def test_a_sound_script_passes(tmp_path: Path) -> None:
     assert "several ranks" in outcome.not_covered
 
 
+def test_a_restart_from_an_older_checkpoint_is_lost_work(tmp_path: Path) -> None:
+    """The third save is begun when the one before is durable."""
+    outcome = forked.drill(
+        SCRIPT, "older checkpoint", tmp_path / "users own", scratch=tmp_path / "scratch", kill_at="AttemptOpened:3"
+    )
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.repeatable) == (Verdict.LOST_WORK, True)
+    assert trial.reason == "the restart began after batch 4, though a checkpoint of batch 8 was durable"
+    assert "trainer.fit was given the path of another one" in trial.cause
+
+
 QUICK = (
     "augmentation in a thread", "loader position lost", "optimizer state dropped", "seeded again after the restart",
     "validation skipped", "stream that goes on", "state outside of state_dict", "metric of a few steps",

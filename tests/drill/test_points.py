@@ -1,4 +1,4 @@
-"""Where a drill kills a run by default."""
+"""Where a drill kills a run."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def test_by_default_it_is_killed_within_the_second_epoch(
 ) -> None:
     found = points(None, False, steps(*epochs), lines(*saves))
     assert found == [Point(kill_at, once_durable=True, durable_from=durable_from)]
+
+
+@pytest.mark.parametrize("kill_at", [5, "5"])
+def test_a_batch_that_is_asked_for_waits_for_the_first_save(kill_at: int | str) -> None:
+    assert points(kill_at, False, steps(16), lines(4, 8, 12)) == [Point(5, once_durable=True, durable_from=4)]
+    assert points(kill_at, False, steps(16), lines(5, 8)) == points(kill_at, False, steps(16), lines()) == []
+
+
+@pytest.mark.parametrize("kill_at", ["Renamed:2", "5@1"])
+def test_what_else_is_asked_for_is_taken_as_it_is(kill_at: str) -> None:
+    assert points(kill_at, False, steps(16), lines(8)) == [Point(kill_at)]
 
 
 def test_a_save_is_where_its_step_was_taken_though_it_is_begun_later() -> None:

@@ -67,10 +67,17 @@ def test_steps_end_every_run(tmp_path: Path) -> None:
 
 
 def test_a_kill_before_anything_is_durable_is_a_pass_that_says_so(tmp_path: Path) -> None:
-    outcome = drilled("plain", tmp_path, kill_at=2)
+    outcome = drilled("plain", tmp_path, kill_at="AttemptOpened")
     assert outcome.verdict is Verdict.PASS
     assert "the restart began from the beginning" in outcome.trials[0].reason
     assert outcome.not_covered[0] == "restarts from a checkpoint: none began with one"
+
+
+def test_a_kill_at_a_batch_before_the_first_save_proves_nothing(tmp_path: Path) -> None:
+    outcome = drilled("plain", tmp_path, kill_at=2)
+    (trial,) = outcome.trials
+    assert (outcome.verdict, trial.reason) == (Verdict.HARD_FAILURE, "there is nothing to restart from")
+    assert trial.cause == "no save was begun before batch 2: save more often, or kill later"
 
 
 @pytest.mark.parametrize("what", ["preset", pytest.param("by the clock", marks=pytest.mark.slow)])
@@ -84,7 +91,6 @@ def test_a_script_that_saves_by_the_clock_is_saved_in_time(what: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("kill_at", "durable"),
-    # The save of step 12 has waited for that of step 4.
     [(14, (4, 8, 12)), pytest.param("Committed", (4, 8), marks=pytest.mark.slow)],
 )
 def test_it_is_saved_in_time_wherever_it_is_killed(kill_at: Any, durable: tuple[int, ...], tmp_path: Path) -> None:
