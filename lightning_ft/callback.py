@@ -329,17 +329,21 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         finally:
             fetched.close()
         if path is None:
-            # Then Lightning takes the ``last.ckpt`` of another `ModelCheckpoint`, if there is one.
-            if ranks.is_zero and not any(c._find_last_checkpoints(trainer) for c in self._other_checkpoints(trainer)):
-                if trainer.state.fn != TrainerFn.FITTING:
-                    raise CheckpointError(
-                        f'no checkpoint in {dirpath} for ckpt_path="last": without one, untrained weights would be used'
-                    )
-                choose.announce_fresh_start(dirpath, options)
+            ranks.decide(lambda: self._begin_anew(trainer, dirpath, options))
             return set()
         self._chosen = path
         self._forget_choice = choose.insist(trainer, path)
         return {path}
+
+    def _begin_anew(self, trainer: pl.Trainer, dirpath: str, options: dict[str, Any] | None) -> None:
+        # Else Lightning takes the ``last.ckpt`` of another `ModelCheckpoint`.
+        if any(c._find_last_checkpoints(trainer) for c in self._other_checkpoints(trainer)):
+            return
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise CheckpointError(
+                f'no checkpoint in {dirpath} for ckpt_path="last": without one, untrained weights would be used'
+            )
+        choose.announce_fresh_start(dirpath, options)
 
     # -- one call each -------------------------------------------------------------------------------------------
 

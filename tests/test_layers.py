@@ -32,7 +32,7 @@ LAYERS: dict[int, dict[str, str]] = {
         "_history": "event_file timeline interval pace process_age",
         "_inspection": "damage check survey pruning",
         "_proof": "traces kill_point assignment",
-        "_restart": "fallback fetched shared_verification starts resumption",
+        "_restart": "elsewhere fallback fetched shared_verification starts resumption",
         "_saving": "read_back",
     },
     3: {

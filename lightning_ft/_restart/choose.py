@@ -15,6 +15,7 @@ from lightning_ft import _names, discovery
 from lightning_ft._fit import local_tier, loops
 from lightning_ft._fit.local_tier import LocalTier
 from lightning_ft._ranks.dist import Ranks
+from lightning_ft._restart.elsewhere import refuse_new_directory
 from lightning_ft._restart.fallback import last_of_others
 from lightning_ft._restart.fetched import Fetched
 from lightning_ft._restart.shared_verification import Ask, SharedVerification
@@ -135,7 +136,12 @@ def choose(
 
 
 def announce_fresh_start(dirpath: str, storage_options: dict[str, Any] | None) -> None:
-    """One line says that training starts from the beginning, and Lightning's advice for another callback does not."""
+    """One line says that training starts from the beginning, and Lightning's advice for another callback does not.
+
+    Raises:
+        ConfigurationError: The run goes on elsewhere, see `elsewhere`.
+    """
+    refuse_new_directory(dirpath)
     others = [i.name for i in discovery.select(dirpath, "listed", storage_options).foreign]
     if others:
         _log.warning(

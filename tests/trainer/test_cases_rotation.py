@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ft as ft
 from lightning_ft import discovery, events
 from lightning_ft._names import parse_leftover
+from lightning_ft.errors import ConfigurationError
 from lightning_ft.storage import Storage
 from lightning_ft.testing import assert_resume_exact
 from tests.trainer import runs
@@ -273,6 +274,76 @@ def test_d6_plain_lightning_starts_from_zero(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="no last checkpoint available"):
             model = fit(plain, ckpt_path="last")
     assert model.epochs == [0, 1]
+
+
+# -- I5: a job that is queued again, with another directory ------------------------------------------------------
+
+
+@pytest.fixture
+def queued_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """The job is in its start of that number, from 0 on."""
+
+    def queue(restarts: int) -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", "123")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+
+    return queue
+
+
+def started(dirpath: Path, *callbacks: Any, max_steps: int = 4) -> Line:
+    ours = ft.FaultTolerantCheckpoint(dirpath, every_n_train_steps=2)
+    return fit(trainer(*callbacks, ours, max_steps=max_steps), ckpt_path="last")
+
+
+class Fails(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise ZeroDivisionError
+
+
+def failed(dirpath: Path) -> None:
+    """In the middle of a run."""
+    with pytest.raises(ZeroDivisionError):
+        started(dirpath, Fails())
+
+
+@pytest.mark.parametrize("name", ["run-{}", "2026-11-{}/checkpoints", "out.d/{}/v{}/ckpts"])
+def test_i5_a_directory_with_the_date_in_its_name(
+    name: str, tmp_path: Path, queued_again: Callable[[int], None]
+) -> None:
+    queued_again(0)
+    failed(tmp_path / name.format(29, 0))
+    queued_again(1)
+    new = tmp_path / name.format(30, 1)
+    with pytest.raises(ConfigurationError, match=r"30.*SLURM job \(123\) has trained in .*29.*SLURM_RESTART_COUNT=0"):
+        started(new)
+    assert not new.exists()
+    assert started(tmp_path / name.format(29, 0)).steps[0][1] == 2, "that of the first start is as good as ever"
+
+
+def test_i5_what_else_a_job_that_is_queued_again_may_find(
+    tmp_path: Path, queued_again: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued_again(1)
+    assert started(tmp_path / "early-1").steps, "it was queued again before it has trained"
+    queued_again(0)
+    started(tmp_path / "fold-1")
+    failed(tmp_path / "fold-2")
+    queued_again(1)
+    started(tmp_path / "fold-2")
+    assert len(started(tmp_path / "fold-3").steps) == 4, "one of several trainings, the others are over"
+    failed(tmp_path / "fold-4")
+    assert len(started(tmp_path / "fold-5").steps) == 4, "the one before has failed in this very start"
+    monkeypatch.setenv("SLURM_JOB_ID", "124")
+    queued = ft.FaultTolerantCheckpoint(tmp_path / "fold-6", every_n_train_steps=2)
+    assert len(fit(trainer(queued, max_steps=4), ckpt_path="last").steps) == 4, "those were another job's"
+
+
+def test_i5_plain_lightning_starts_from_zero(tmp_path: Path, queued_again: Callable[[int], None]) -> None:
+    for restarts in (0, 1):
+        queued_again(restarts)
+        saves = ModelCheckpoint(tmp_path / f"run-{restarts}", every_n_train_steps=1, save_last=True)
+        assert len(fit(trainer(saves, max_steps=2), ckpt_path="last").steps) == 2
 
 
 # -- D8: paths of every kind -------------------------------------------------------------------------------------
