@@ -11,7 +11,7 @@ from lightning_ft._fit import loops
 from lightning_ft._fit.watch import Fit, Request, Watch
 from lightning_ft._history.event_file import History
 from lightning_ft._history.process_age import began_at
-from lightning_ft._restart.elsewhere import this_job
+from lightning_ft._preemption import slurm
 from lightning_ft.plugin import FaultTolerantCheckpointIO
 from lightning_ft.state import Progress
 from lightning_ft.storage import Storage
@@ -39,9 +39,11 @@ class Chronicle(Watch):
         self._forget = events.observe(self._note)
         process_at = began_at()
         process = {} if process_at is None else {"process_at": round(process_at, 3)}
+        job = slurm.job_id()
+        queued = {} if job is None else {"job": job, "job_restarts": slurm.restarts()}
         history.write(
             "started", start=start, world_size=fit.ranks.world_size, host=socket.gethostname(), pid=os.getpid(),
-            **process, **this_job(),
+            **process, **queued,
         )  # fmt: skip
 
     def _note(self, event: events.Event) -> None:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 
 _log = logging.getLogger(__name__)
 
+RESTARTS = "SLURM_RESTART_COUNT"
 _WITHIN_SECS = 60
 _LATE = timedelta(minutes=1)  # how far from the limit SLURM may end a job: it looks every half minute
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
@@ -29,6 +30,12 @@ def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     found = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
     return found if _JOB_ID.fullmatch(found) else None
+
+
+def restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often SLURM has queued this job again."""
+    count = environment.get(RESTARTS, "")
+    return int(count) if count.isdecimal() else 0
 
 
 def requeue(job: str, *, unless_cancelled: bool) -> bool:

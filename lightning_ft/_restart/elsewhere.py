@@ -20,19 +20,11 @@ from lightning_ft._names import is_local, join, normalise, split
 from lightning_ft._preemption import slurm
 from lightning_ft.errors import ConfigurationError
 
-RESTARTS = "SLURM_RESTART_COUNT"
-
 _DEEP = 4
 """So many names, from the last one on, may have digits that change: ``outputs/<date>/<time>/checkpoints``."""
 _MOST = 1000
 """So many directories are looked into, those of the newest starts first."""
 _TAIL_BYTES = 4096
-
-
-def this_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What the first line of an event file says of the job: ``job``, ``job_restarts``; nothing outside of one."""
-    job, restarts = slurm.job_id(environment), environment.get(RESTARTS, "")
-    return {} if job is None else {"job": job, "job_restarts": int(restarts) if restarts.isdecimal() else 0}
 
 
 def refuse_new_directory(dirpath: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -43,20 +35,17 @@ def refuse_new_directory(dirpath: str, environment: Mapping[str, str] = os.envir
     Raises:
         ConfigurationError: It is, and names that directory.
     """
-    now = this_job(environment)
-    if not now or now["job_restarts"] == 0 or not is_local(dirpath):
+    job, restarts = slurm.job_id(environment), slurm.restarts(environment)
+    if job is None or restarts == 0 or not is_local(dirpath):
         return
     for before, first, last in _starts_beside(normalise(dirpath)):
-        if (
-            first.get("job") == now["job"]
-            and first.get("job_restarts", 0) < now["job_restarts"]
-            and last.get("how") != "finished"
-        ):
+        earlier = first.get("job") == job and first.get("job_restarts", restarts) < restarts
+        if earlier and last.get("how") != "finished":
             raise ConfigurationError(
                 f"dirpath={dirpath!r}: there is nothing in it, and before it was queued again this SLURM job "
-                f"({now['job']}) has trained in {before}, not to the end. Give a directory whose name is the same at "
+                f"({job}) has trained in {before}, not to the end. Give a directory whose name is the same at "
                 "every start, without a date or a version: each start would begin anew. If this one is meant to, "
-                f"export {RESTARTS}=0"
+                f"export {slurm.RESTARTS}=0"
             )
 
 

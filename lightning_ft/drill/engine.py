@@ -33,9 +33,9 @@ def drill(plan: Drill, say: Say) -> Outcome:
         return _outcome(plan, reference, [wrong])
     places = points(plan.kill_at, plan.sweep, _steps(reference), reference.lines(0))
     if not places:
-        where = "the last batch" if plan.kill_at is None else place(str(plan.kill_at))
-        else_ = "drill more steps" if plan.kill_at is None else "kill later"
-        cause = f"no save was begun before {where}: save more often, or {else_}"
+        cause = "no save was begun before the last batch: save more often, or drill more steps"
+        if plan.kill_at is not None:
+            cause = f"no save was begun before {place(str(plan.kill_at))}: save more often, or kill later"
         nothing = failed("there is nothing to restart from", cause)
         return _outcome(plan, reference, [nothing])
     again: list[_Again] = []
