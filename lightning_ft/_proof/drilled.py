@@ -47,7 +47,7 @@ def begin() -> None:
     pl.Trainer.__init__ = init  # type: ignore[method-assign,assignment]
     for name in ("fit", "validate", "test", "predict"):
         # Callbacks may have come since, and a trainer may be older than the first callback.
-        setattr(pl.Trainer, name, _prepared(getattr(pl.Trainer, name), drill))
+        setattr(pl.Trainer, name, _prepared(name, getattr(pl.Trainer, name), drill))
     pl.Trainer.save_checkpoint = _elsewhere(  # type: ignore[method-assign]
         pl.Trainer.save_checkpoint, Path(drill.assignment.directory)
     )
@@ -61,14 +61,14 @@ def _elsewhere(save: Callable[..., Any], base: Path) -> Callable[..., Any]:
     return call
 
 
-def _prepared(method: Callable[..., Any], drill: _Drill) -> Callable[..., Any]:
+def _prepared(name: str, method: Callable[..., Any], drill: _Drill) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
         drill.prepare(trainer)
-        if method.__name__ == "fit":
+        if name == "fit":
             drill.before_fit(trainer)
         else:
-            drill.say(f"what trainer.{method.__name__} gives: the fit alone was compared")
+            drill.say(f"what trainer.{name} gives: the fit alone was compared")
         return method(trainer, *args, **kwargs)
 
     return call

@@ -3,7 +3,7 @@
 With a date or a version in the name it finds nothing, and a directory that is empty is a fresh start. But what it has
 trained before is there to be found, in a directory whose name differs in nothing but digits: its event files say of
 which job they are. Nothing less is certain. A job may also be queued again before any start of it has come as far as
-training; and it may train several models, one after another, each in a directory of its own.
+training; and it may train several models, one after another or at the same time, each in a directory of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_ft._history import event_file
@@ -38,9 +38,12 @@ def refuse_new_directory(dirpath: str, environment: Mapping[str, str] = os.envir
     job, restarts = slurm.job_id(environment), slurm.restarts(environment)
     if job is None or restarts == 0 or not is_local(dirpath):
         return
-    for before, first, last in _starts_beside(normalise(dirpath)):
-        earlier = first.get("job") == job and first.get("job_restarts", restarts) < restarts
-        if earlier and last.get("how") != "finished":
+    dirpath = normalise(dirpath)
+    of_this_job = [found for found in _starts_beside(dirpath) if found[1].get("job") == job]
+    if any(where == dirpath or first.get("job_restarts", 0) >= restarts for where, first, _ in of_this_job):
+        return  # names are the same at every start: it was here before, or has found a training beside it again
+    for before, _, last in of_this_job:
+        if last.get("how") != "finished":
             raise ConfigurationError(
                 f"dirpath={dirpath!r}: there is nothing in it, and before it was queued again this SLURM job "
                 f"({job}) has trained in {before}, not to the end. Give a directory whose name is the same at "
@@ -51,14 +54,14 @@ def refuse_new_directory(dirpath: str, environment: Mapping[str, str] = os.envir
 
 def _starts_beside(dirpath: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Directories of that name but for its digits; of each the first and the last line of its newest event file."""
-    pattern = _pattern(dirpath)
+    pattern, alike = _with_any_digits(dirpath, glob.escape, "*"), _with_any_digits(dirpath, re.escape, "[0-9]+")
     if pattern == glob.escape(dirpath):
         return
     files = glob.iglob(join(join(pattern, event_file.DIRECTORY), f"*{event_file.SUFFIX}"))
-    seen = {dirpath}
+    seen: set[str] = set()
     for file in sorted(files, key=lambda file: split(file)[1], reverse=True):
         directory = split(split(file)[0])[0]
-        if directory in seen:
+        if directory in seen or not re.fullmatch(alike, directory):
             continue
         seen.add(directory)
         if len(seen) > _MOST:
@@ -66,11 +69,11 @@ def _starts_beside(dirpath: str) -> Iterator[tuple[str, dict[str, Any], dict[str
         yield directory, *_ends(file)
 
 
-def _pattern(dirpath: str) -> str:
-    """For `glob`: `dirpath`, with whatever digits in its last names."""
+def _with_any_digits(dirpath: str, escape: Callable[[str], str], digits: str) -> str:
+    """A pattern for `dirpath`, with whatever `digits` stands for in its last names."""
     parts = dirpath.split("/")
     fixed, free = parts[:-_DEEP], parts[-_DEEP:]
-    return "/".join([*map(glob.escape, fixed), *(re.sub("[0-9]+", "*", glob.escape(part)) for part in free)])
+    return "/".join([*map(escape, fixed), *(re.sub("[0-9]+", digits, escape(part)) for part in free)])
 
 
 def _ends(file: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -65,8 +65,9 @@ class _Timeline:
     still_secs: float = 0.0
     slowest: dict[Phase, float] = field(default_factory=dict)
 
-    def moved(self, phase: Phase) -> None:
-        self.slowest[phase] = max(self.slowest.get(phase, 0.0), self.still_secs)
+    def moved(self, phase: Phase, *, learn: bool = True) -> None:
+        if learn:
+            self.slowest[phase] = max(self.slowest.get(phase, 0.0), self.still_secs)
         self.still_secs = 0.0
 
 
@@ -97,6 +98,8 @@ class Vigil:
         before, self._seen = self._seen, seen
         tick_secs = min(now - self._at, MOST_TICKS * self._limits.tick_secs)
         self._at = now
+        # Then it was for another rank that it waited, which says nothing of how long this takes.
+        waited = self._main.still_secs > self.limit_secs(before.phase)
         if not paused:
             self._main.still_secs += tick_secs
             self._save.still_secs += tick_secs
@@ -104,7 +107,7 @@ class Vigil:
         # Who waits for a save waits rightly as long as that goes on.
         waits = seen.phase == before.phase == Phase.SAVE and save_moved
         if (seen.phase, seen.progress) != (before.phase, before.progress) or waits:
-            self._main.moved(_completed(before, seen))
+            self._main.moved(_completed(before, seen), learn=not waited)
         if not before.saving:
             self._save.still_secs = 0.0
         elif save_moved:

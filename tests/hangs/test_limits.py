@@ -163,3 +163,17 @@ def test_the_page_is_what_was_written_on_it() -> None:
 @pytest.mark.parametrize(("smallest", "tick"), [(0.05, 0.02), (2.0, 0.2), (3600.0, 1.0)])
 def test_how_often_to_look(smallest: float, tick: float) -> None:
     assert Limits(7200.0, step_secs=smallest).tick_secs == pytest.approx(tick)
+
+
+def test_a_wait_for_another_rank_does_not_make_the_limit_longer() -> None:
+    run = Watched(Limits(2000.0))
+    run.progress(Phase.STEP)
+    for _ in range(3):
+        assert run.run(10) is None
+        run.progress()
+    assert run.run(FLOOR_SECS + 700) is not None, "which is asked whether another one has gone on, and waits"
+    assert run.run(FLOOR_SECS) is not None
+    run.progress()
+    overdue = run.run(FLOOR_SECS + 10)
+    assert overdue is not None
+    assert overdue.limit_secs == FLOOR_SECS

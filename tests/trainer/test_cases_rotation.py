@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import threading
 import warnings
@@ -282,9 +283,10 @@ def test_d6_plain_lightning_starts_from_zero(tmp_path: Path) -> None:
 @pytest.fixture
 def queued_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """The job is in its start of that number, from 0 on."""
+    job = str(10**6 + secrets.randbelow(10**9))  # what earlier tests have left lies in directories of other digits
 
     def queue(restarts: int) -> None:
-        monkeypatch.setenv("SLURM_JOB_ID", "123")
+        monkeypatch.setenv("SLURM_JOB_ID", job)
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
 
     return queue
@@ -315,7 +317,7 @@ def test_i5_a_directory_with_the_date_in_its_name(
     failed(tmp_path / name.format(29, 0))
     queued_again(1)
     new = tmp_path / name.format(30, 1)
-    with pytest.raises(ConfigurationError, match=r"30.*SLURM job \(123\) has trained in .*29.*SLURM_RESTART_COUNT=0"):
+    with pytest.raises(ConfigurationError, match=r"30.*SLURM job .* has trained in .*29.*SLURM_RESTART_COUNT=0"):
         started(new)
     assert not new.exists()
     assert started(tmp_path / name.format(29, 0)).steps[0][1] == 2, "that of the first start is as good as ever"
@@ -337,6 +339,23 @@ def test_i5_what_else_a_job_that_is_queued_again_may_find(
     monkeypatch.setenv("SLURM_JOB_ID", "124")
     queued = ft.FaultTolerantCheckpoint(tmp_path / "fold-6", every_n_train_steps=2)
     assert len(fit(trainer(queued, max_steps=4), ckpt_path="last").steps) == 4, "those were another job's"
+
+
+def test_i5_trainings_that_run_at_the_same_time_in_one_job(tmp_path: Path, queued_again: Callable[[int], None]) -> None:
+    queued_again(0)
+    failed(tmp_path / "seed-1")
+    with pytest.raises(ZeroDivisionError):
+        fit(trainer(Fails(), ft.FaultTolerantCheckpoint(tmp_path / "seed-2")), ckpt_path="last")
+    queued_again(1)
+    assert len(started(tmp_path / "seed-2").steps) == 4, "it has been here before, and had saved nothing"
+    assert len(started(tmp_path / "seed-3").steps) == 4, "this start has found one of them again"
+
+
+def test_i5_a_name_that_differs_in_more_than_digits(tmp_path: Path, queued_again: Callable[[int], None]) -> None:
+    queued_again(0)
+    failed(tmp_path / "seed-best")
+    queued_again(1)
+    assert len(started(tmp_path / "seed-1").steps) == 4
 
 
 def test_i5_plain_lightning_starts_from_zero(tmp_path: Path, queued_again: Callable[[int], None]) -> None:
