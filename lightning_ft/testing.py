@@ -230,8 +230,8 @@ _PORTS = range(12_000, 32_000)
 
 def _free_port() -> int:
     """A port on which nobody listens, and that no other process is likely to be given meanwhile."""
-    while True:
-        port = secrets.choice(_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as s:
+    for port in secrets.SystemRandom().sample(_PORTS, k=100):
+        with socket.socket() as s, contextlib.suppress(OSError):  # somebody listens there
             s.bind(("", port))
             return port
+    raise AssertionError(f"of a hundred ports from {_PORTS.start} to {_PORTS.stop} none is free")
