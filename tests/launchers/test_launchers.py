@@ -137,6 +137,11 @@ def test_torchrun_starts_again_what_was_killed(rank: int, uninterrupted: str, tm
     assert last_line(log) == uninterrupted
 
 
+def on(host: str) -> list[str]:
+    """What a command there begins with. Not `ip netns exec`, which would hold every disk that other tests unmount."""
+    return ["nsenter", f"--net=/run/netns/{host}"]
+
+
 @pytest.fixture
 def two_hosts() -> Iterator[list[str]]:
     """Two network namespaces with a cable between them; their names."""
@@ -178,7 +183,7 @@ def test_a_hang_on_another_host(two_hosts: list[str], what: str, late: int, tmp_
         hangs = what if number == late else "nothing"
         with logs[-1].open("w") as file:
             ranks.append(subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-m", "tests.hangs.host", str(tmp_path), hangs, "90"],
+                [*on(name), sys.executable, "-m", "tests.hangs.host", str(tmp_path), hangs, "90"],
                 cwd=ROOT, env=environment_of(number), stdout=file, stderr=file,
             ))  # fmt: skip
     try:
@@ -204,7 +209,7 @@ def test_a_host_that_does_not_come(two_hosts: list[str], absent: int, tmp_path: 
     here = 1 - absent
     training = [sys.executable, "-m", "tests.hangs.host", str(tmp_path), "nothing", "8"]
     done = subprocess.run(
-        ["ip", "netns", "exec", two_hosts[here], *training],
+        [*on(two_hosts[here]), *training],
         cwd=ROOT, env=environment_of(here), capture_output=True, text=True, check=False, timeout=WITHIN_SECS,
     )  # fmt: skip
     assert done.returncode == exit_codes.HUNG, done.stderr
@@ -220,7 +225,7 @@ def test_a_link_that_is_cut(two_hosts: list[str], tmp_path: Path) -> None:
         command = [sys.executable, "examples/cluster.py", "--steps", "100000", "--timeout-secs", "10"]
         with logs[-1].open("w") as file:
             ranks.append(subprocess.Popen(
-                ["ip", "netns", "exec", name, *command, "--dirpath", str(tmp_path / "run")],
+                [*on(name), *command, "--dirpath", str(tmp_path / "run")],
                 cwd=ROOT, env=environment_of(number), stdout=file, stderr=file,
             ))  # fmt: skip
     try:
