@@ -105,18 +105,26 @@ def test_but_not_their_parents_own(loader: Any) -> None:
 
 
 UNSHIELDED = """
+import signal
 from torch.utils.data import DataLoader
 from tests.unit.test_loader_workers import Signalled
 
-list(DataLoader(Signalled(), batch_size=None, num_workers=1))
+items = iter(DataLoader(Signalled(), batch_size=None, num_workers=1))
+(worker,) = items._workers
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+try:
+    list(items)
+except (RuntimeError, EOFError, ConnectionError):  # whichever is noticed first
+    worker.join()
+print(worker.exitcode)
 """
 
 
 def test_without_it_they_die() -> None:
-    """Which is an error in the middle of whatever the training is doing: torch raises it in a handler of SIGCHLD."""
-    run = subprocess.run([sys.executable, "-c", UNSHIELDED], capture_output=True, text=True, check=False, timeout=120)
-    assert run.returncode == 1
-    assert "RuntimeError: DataLoader worker" in run.stderr
+    """Which torch raises in a handler of SIGCHLD, in the middle of whatever the training is doing: not here."""
+    command = [sys.executable, "-c", UNSHIELDED]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert int(printed) in [-number for number in NUMBERS]
 
 
 @pytest.mark.usefixtures("shielded")
