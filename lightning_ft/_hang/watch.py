@@ -81,10 +81,11 @@ class Armed:
             self._place = {"host": host, "port": port, "token": secrets.token_hex(16), "world_size": world_size}
         return self._place
 
-    def take_place(self, place: Mapping[str, Any], rank: int, **absent: list[int]) -> None:
-        """The watcher knows where it belongs, see `Watching.take_place`."""
+    def take_place(self, place: Mapping[str, Any], rank: int, absent: list[int] | None = None) -> None:
+        """The watcher knows where it belongs, and which ranks are `absent` yet; None: all have met. Thread: any."""
         listener, self._listener = self._listener, None
-        self.watching.take_place({**place, "rank": rank, **absent}, listener)
+        waits_for = {} if absent is None else {"absent": absent}
+        self.watching.take_place({**place, "rank": rank, **waits_for}, listener)
 
     @property
     def of_this_process(self) -> bool:

@@ -35,8 +35,9 @@ QUIET_SECS = 10.0
 """And no longer once nothing of it was written for so long: what hangs may keep the writer from going on."""
 STACKS_SECS = 2.0
 LEAVE_SECS = 3.0
-LEFT_SECS = 2 * LEAVE_SECS + 4.0
-"""So long rank 0's waits for the others: a rank leaves, or is killed after `LEAVE_SECS`, and that may take as long."""
+LEFT_SECS = 3 * LEAVE_SECS
+"""So long rank 0's waits for the others. A rank that has not left within `LEAVE_SECS` is killed, which may take as long
+again; the rest is for the message of it."""
 WORKERS_SECS = 10.0
 """Workers of a data loader look for their parent every five seconds."""
 SAY_SECS = 5.0
@@ -301,8 +302,7 @@ class Watcher:
             called = call["kind"] == "own"
             self._tell_all("hung" if called else "status", status=own.to_message(), **(content if called else {}))
         if leads:
-            known = self._absent | self._over
-            self._until(lambda: len(self._statuses.keys() | known) >= self._world_size, ANSWER_SECS)
+            self._until(self._all_are_known, ANSWER_SECS)
             self._verdict = self._judge(call["reason"])
             self._tell_all("verdict", text=self._verdict)
         else:
@@ -316,6 +316,10 @@ class Watcher:
             # Last of all: what has started the other ranks may end them with rank 0, in its own way.
             self._until(lambda: all(connection.rank in self._left for connection in self._connections), LEFT_SECS)
         self._end()
+
+    def _all_are_known(self) -> bool:
+        """Whether of each rank it is known what it does, or that it cannot be; one that was absent may have come."""
+        return len(self._statuses.keys() | self._absent | self._over) >= self._world_size
 
     def _judge(self, reason: str) -> str:
         statuses = list(self._statuses.values())
