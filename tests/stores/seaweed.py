@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +21,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from lightning_ft import testing
 
 BUCKET = "bucket"
 KEY, SECRET = "testkey", "testsecret"
@@ -42,16 +43,10 @@ def dies_with_us() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens.
-
-    Below those that the kernel gives to whoever asks for any: a server listens there later, and again after a restart.
-    """
+    """Different ones, each as of `testing._free_port`: a server listens there later, and again after a restart."""
     found: set[int] = set()
     while len(found) < count:
-        port = secrets.choice(range(12_000, 32_000))
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("", port))
-            found.add(port)
+        found.add(testing._free_port())
     return list(found)
 
 
