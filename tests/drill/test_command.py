@@ -80,8 +80,11 @@ def test_a_process_with_another_environment_is_not_left_either(tmp_path: Path) -
 
 
 def test_a_rank_that_ends_after_the_first_one_is_waited_for(tmp_path: Path) -> None:
-    other = "import os, sys, time\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.01)\nprint(1)"
-    code = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {other!r}, str(os.getpid())])"
+    other = "import select, sys; select.select([int(sys.argv[1])], [], []); print(1)"  # when the first one has ended
+    code = (
+        "import os, subprocess, sys; first = os.pidfd_open(os.getpid()); "
+        f"subprocess.Popen([sys.executable, '-c', {other!r}, str(first)], pass_fds=[first])"
+    )
     ended = run([sys.executable, "-c", code], {}, tmp_path / "output", tmp_path / "killed", 60.0, lambda: None)
     assert (ended.code, ended.tail()) == (0, "1")
 

@@ -74,7 +74,7 @@ class Tell(Callback):
             os.replace(half, self.path)
         left = trainer.max_steps - trainer.global_step
         while left <= STEPS_OF_A_TRIAL * (self.trials - self.number) and not self._is_signalled():
-            time.sleep(0.002)
+            time.sleep(0.002)  # by the interpreter, which handles signals meanwhile: no wait of a store does
 
     def _is_signalled(self) -> bool:
         return self.path.with_name(f"{self.number}.signalled").exists()

@@ -145,6 +145,7 @@ def _take_place(watching: Watching, rank: int, path: str, absent: list[int]) -> 
             place = json.load(file)
     if absent:
         watching.take_place({**place, "rank": rank, "absent": absent}, listener)
+        print("listens", flush=True)
         return
     watching.take_place({**place, "rank": rank}, listener)
     watching.take_place({"rank": rank, "absent": [1 - rank]})  # which was on its way for long, and is not so any more

@@ -44,10 +44,10 @@ class Job:
         self.watcher, self.pid = map(int, self._process.stdout.readline().split())
         self.output = self.errors = ""
 
-    def meets(self) -> None:
-        """Its watcher and that of the other rank know each other."""
+    def says(self, word: str) -> None:
+        """Its next line is this one: ``met``, when its watcher and that of the other rank know each other, ..."""
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "met\n"
+        assert self._process.stdout.readline() == f"{word}\n"
 
     @property
     def runs(self) -> bool:
@@ -232,8 +232,8 @@ def test_without_rank_zeros_watcher_a_rank_ends_by_itself(jobs: list[Job], tmp_p
     place = str(tmp_path / "place")
     zero, one = Job("it_sleeps", "0", place), Job("it_sleeps", "1", place)
     jobs += [zero, one]
-    zero.meets()
-    one.meets()
+    zero.says("met")
+    one.says("met")
     os.kill(zero.watcher, signal.SIGKILL)
     assert one.end() == 78
     assert "watchers of other ranks than 1 cannot be reached" in one.errors
@@ -243,9 +243,6 @@ class Other:
     """What the watcher of another rank says to that of rank 0, and hears of it."""
 
     def __init__(self, place: Path, rank: int) -> None:
-        until = time.monotonic() + WITHIN_SECS
-        while not place.exists() and time.monotonic() < until:
-            time.sleep(0.01)
         where = json.loads(place.read_text())
         connection = peers.connect(where["host"], where["port"], {"rank": rank, "token": where["token"]})
         assert connection is not None
@@ -272,6 +269,7 @@ class Other:
 def test_who_comes_while_the_others_are_ending_ends_with_them(jobs: list[Job], tmp_path: Path) -> None:
     place = tmp_path / "place"
     jobs.append(zero := Job("it_sleeps", "0", str(place), "3"))
+    zero.says("listens")
     one = Other(place, 1)
     asked = one.hear("ask")
     two = Other(place, 2)
