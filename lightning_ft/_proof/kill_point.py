@@ -31,6 +31,11 @@ class Place:
     count: int
     rank: int | None
 
+    @property
+    def is_batch_of_all(self) -> bool:
+        """Whether it is a batch, at which all ranks are killed."""
+        return self.event is None and self.rank is None
+
 
 def parse(point: KillPoint) -> Place:
     """What `point` means.

@@ -99,7 +99,10 @@ class Recorder(pl.Callback):
             self._append("validation", key, {"batch": _digest(batch), "output": self._exact(outputs)})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """One line: what its metrics are, which the next validation of the epoch writes over."""
+        """One line: what its metrics are, which the next validation of the epoch writes over.
+
+        Private to Lightning (2.5.5 to 2.6): under which names its results are among the metrics of the callbacks.
+        """
         if not trainer.sanity_checking:
             results = trainer.fit_loop.epoch_loop.val_loop._results
             logged = [result for result in results.values() if not result.has_reset]

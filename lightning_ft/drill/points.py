@@ -26,16 +26,15 @@ def points(
     """
     if sweep:
         return list(_at_every_event(lines))
-    asked = None if kill_at is None else parse(kill_at)
-    if kill_at is not None and asked is not None and (asked.event, asked.rank) != (None, None):
+    if kill_at is not None and not parse(kill_at).is_batch_of_all:
         return [Point(kill_at)]
     # A save may be begun long after the step whose state it has: its copy, or its place in the queue, takes time.
     step_of = {_batch_of(int(line["step"]), steps): int(line["step"]) for line in _of_ours("SaveStarted", lines)}
     saves = sorted(batch for batch in step_of if batch is not None)
     if not saves or not steps:
         return []
-    if asked is not None:
-        pairs = [(saves[0], asked.count)]
+    if kill_at is not None:
+        pairs = [(saves[0], parse(kill_at).count)]
     else:
         pairs = [*_in_later_epochs(steps, saves), _in_the_middle(steps, saves)]
     for saved, kill_after in pairs:
