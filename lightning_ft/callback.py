@@ -343,7 +343,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             raise CheckpointError(
                 f'no checkpoint in {dirpath} for ckpt_path="last": without one, untrained weights would be used'
             )
-        choose.announce_fresh_start(dirpath, options)
+        choose.begin_anew(dirpath, options)
 
     # -- one call each -------------------------------------------------------------------------------------------
 

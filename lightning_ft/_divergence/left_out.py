@@ -129,7 +129,7 @@ class LeftOut:
         return ranges({number for number in self._batches.union(batches) if number > after})
 
     def restore(self, batches: Iterable[int], done: int, *, other_ranks: bool) -> None:
-        """The batches that the saved run left out are left out, those asked for now, and those that this fit has added.
+        """Left out are the batches of the saved run, those that this start was asked for, and what this fit has added.
 
         Args:
             batches: Of `state`.

@@ -7,8 +7,8 @@ Every start writes a file of its own, ``ft_events/<UTC time>-<token>.jsonl``: JS
 event         what is true then; further keys
 ============  =====================================================================================================
 started       a fit was set up; ``start``, ``world_size``, ``host``, ``pid``; of the first fit of a process, where it is
-              known, ``process_at``: when that began; under SLURM ``job`` and ``job_restarts``,
-              how often it was queued again
+              known, ``process_at``: when that began; under SLURM ``job``, and ``job_restarts``: how often that was
+              queued again
 resumed       it continues from a checkpoint, or, after ``training``, goes back to one; ``path``, ``step``
 training      the first batch is about to be trained; ``run_id``, ``step``, ``batch``: where it goes on from
 progress      so much is trained; ``step``, ``batch``; at most one line a second, and after ten hours one in ten

@@ -256,7 +256,8 @@ def of_newest_run(starts: Sequence[Start]) -> Timeline:
         if start.run_id == newest or start.run_id in saved:
             is_next = start.run_id == newest
         if is_next:
-            belong.insert(0, start)
+            belong.append(start)
+    belong.reverse()
     of_it = iter(sorted((start for start in belong if start.run_id == newest), key=lambda start: start.ordinal))
     return Timeline(tuple(next(of_it) if start.run_id == newest else start for start in belong))
 

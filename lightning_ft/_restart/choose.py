@@ -135,8 +135,10 @@ def choose(
     return None, False
 
 
-def announce_fresh_start(dirpath: str, storage_options: dict[str, Any] | None) -> None:
-    """One line says that training starts from the beginning, and Lightning's advice for another callback does not.
+def begin_anew(dirpath: str, storage_options: dict[str, Any] | None) -> None:
+    """Training starts from the beginning: one line says so, and Lightning's advice for another callback is not given.
+
+    Ranks: zero. Blocks on: listing the directory.
 
     Raises:
         ConfigurationError: The run goes on elsewhere, see `elsewhere`.
